@@ -1,0 +1,1 @@
+//! The CPU side: threads, instruction-set dispatch, one kernel family a file.

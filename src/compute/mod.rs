@@ -1,0 +1,3 @@
+//! Every operation of the network.
+
+pub mod cpu;

@@ -1,0 +1,1 @@
+//! Text to ids, logits to ids, ids to text.
