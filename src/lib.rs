@@ -12,9 +12,12 @@
 //! Rows are tokens; every weight is `[out, in]`, row-major, and `y = x·Wᵀ`.
 
 pub mod checkpoint;
+pub mod cli;
 pub mod compute;
 pub mod error;
 pub mod memory;
+pub mod model;
+pub mod report;
 pub mod text;
 
 pub use error::{Error, Kind, Result};

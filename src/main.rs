@@ -1,3 +1,5 @@
-fn main() {
-    println!("{}", env!("CARGO_PKG_VERSION"));
+//! The `trunkline` program: parse, call the verb, print the error once, exit.
+
+fn main() -> std::process::ExitCode {
+    trunkline::cli::main().into()
 }

@@ -1,3 +1,5 @@
-//! Every operation of the network.
+//! Every operation of the network, and the device it runs on.
 
 pub mod cpu;
+pub mod device;
+pub mod ops;

@@ -1,1 +1,3 @@
 //! Text to ids, logits to ids, ids to text.
+
+pub mod generate;

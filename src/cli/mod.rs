@@ -1,0 +1,134 @@
+//! What was typed becomes what it means, once; one file a verb.
+
+mod eval;
+mod generate;
+mod model;
+mod output;
+mod size;
+mod synth;
+mod tokenize;
+mod verify;
+
+use crate::error::{Error, Kind};
+use clap::{Args, Parser, Subcommand};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Run Moonshot's Kimi K3 on one workstation.
+#[derive(Parser)]
+#[command(name = "trunkline", version, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Args, Clone)]
+struct Global {
+    /// stdout carries JSON lines only
+    #[arg(long, global = true)]
+    json: bool,
+    /// No progress and no notes on stderr; errors still
+    #[arg(long, short, global = true)]
+    quiet: bool,
+    /// More on stderr; twice for debugging (RUST_LOG overrides)
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Continue a prompt
+    Generate(generate::Flags),
+    /// Measure how well a text is predicted: NLL and perplexity
+    Eval(eval::Flags),
+    /// Show the ids and pieces of a text, or the text of ids
+    Tokenize(tokenize::Flags),
+    /// Check a checkpoint's structure: index, headers, sizes, names, dtypes, shapes, tokenizer
+    Verify(verify::Flags),
+    /// Write a synthetic checkpoint in the released layout
+    Synth(synth::Flags),
+}
+
+/// Which checkpoint.
+#[derive(Args, Clone)]
+struct ModelFlags {
+    /// Checkpoint folder (config.json, shards, index) or Hugging Face cache entry; again for shards on other drives
+    /// [default: the embedded demo]
+    #[arg(long, value_name = "PATH", env = "TRUNKLINE_MODEL", value_delimiter = None)]
+    model: Vec<PathBuf>,
+}
+
+/// Flags of the verbs that run the model.
+#[derive(Args, Clone)]
+struct RunFlags {
+    #[command(flatten)]
+    model: ModelFlags,
+    /// Host memory to use, e.g. 20GB, 1.5GiB [default: what is free, less a margin]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    ram: Option<u64>,
+    /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    context: Option<usize>,
+    /// Compute threads [default: physical cores]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    threads: Option<usize>,
+    /// Tokens per prefill chunk
+    #[arg(long, value_name = "N", default_value = "64", value_parser = positive)]
+    prefill_chunk: usize,
+    /// Reads in flight
+    #[arg(long, value_name = "N", default_value = "8", value_parser = positive)]
+    io_depth: usize,
+}
+
+/// A whole number of at least 1.
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n) if n >= 1 => Ok(n),
+        _ => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+/// Runs the program on the process's arguments and returns its exit code.
+pub fn main() -> u8 {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Help and version are answers, not errors. A closed pipe loses nobody's work here.
+            let code = if e.use_stderr() { Kind::Usage.exit_code() } else { 0 };
+            let _ = e.print();
+            return code;
+        }
+    };
+    let level = match cli.global.verbose {
+        0 => "warn",
+        1 => "info",
+        _ => "debug",
+    };
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(level)).init();
+    let result = match &cli.verb {
+        Verb::Generate(f) => generate::run(f, &cli.global),
+        Verb::Eval(f) => eval::run(f, &cli.global),
+        Verb::Tokenize(f) => tokenize::run(f, &cli.global),
+        Verb::Verify(f) => verify::run(f, &cli.global),
+        Verb::Synth(f) => synth::run(f, &cli.global),
+    };
+    match result {
+        Ok(()) => 0,
+        Err(e) => report(&e),
+    }
+}
+
+/// Prints an error once, and its hint; returns the exit code.
+fn report(e: &Error) -> u8 {
+    if e.kind() != Kind::ClosedPipe {
+        let mut err = std::io::stderr().lock();
+        // Nobody is left to be told when stderr itself is closed.
+        let _ = writeln!(err, "error: {e}");
+        if let Some(hint) = e.hint_text() {
+            let _ = writeln!(err, "hint: {hint}");
+        }
+    }
+    e.kind().exit_code()
+}

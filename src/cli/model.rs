@@ -1,0 +1,166 @@
+//! From flags to an opened model.
+
+use super::{Global, ModelFlags, RunFlags};
+use crate::checkpoint::demo;
+use crate::checkpoint::shards::Checkpoint;
+use crate::error::{Error, Result};
+use crate::memory::machine;
+use crate::model::{Model, Options};
+use crate::report::progress::{Progress, human};
+use crate::text::tokenizer::Tokenizer;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Left to the rest of the system by default: a tenth of what is free, at least this.
+const MARGIN: u64 = 512 << 20;
+
+/// Set by the first Ctrl-C (or SIGTERM); the second ends the process at once.
+pub fn interruptible() -> Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // Registered first, so that it acts on the signal after the one that set the flag.
+        signal_hook::flag::register_conditional_shutdown(signal, 130, flag.clone())
+            .and_then(|_| signal_hook::flag::register(signal, flag.clone()))
+            .map_err(|e| Error::io("cannot watch for Ctrl-C", e))?;
+    }
+    Ok(flag)
+}
+
+/// Opens the checkpoint that was named, or the embedded demo.
+pub fn checkpoint(flags: &ModelFlags, progress: &Progress) -> Result<Arc<Checkpoint>> {
+    if flags.model.is_empty() {
+        progress.say("no --model: running the embedded demo checkpoint (small, synthetic weights: its text is noise)");
+        return Ok(Arc::new(demo::open()?));
+    }
+    progress.phase("opening");
+    Ok(Arc::new(Checkpoint::open(&flags.model)?))
+}
+
+/// The checkpoint's tokenizer, if it has one.
+pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Option<Tokenizer>> {
+    let files = checkpoint.tokenizer_files()?;
+    let vocab = checkpoint.config().vocab_size;
+    if let Some(ranks) = &files.tiktoken_model {
+        let config = files.tokenizer_config.as_ref().map(|c| (c.bytes(), c.path.as_path()));
+        return Tokenizer::from_bytes(ranks.bytes(), &ranks.path, config, vocab).map(Some);
+    }
+    match &files.tokenizer_json {
+        Some(json) => Tokenizer::from_json(json.bytes(), &json.path, vocab).map(Some),
+        None => Ok(None),
+    }
+}
+
+/// What is missing for text to become ids.
+pub fn no_tokenizer(checkpoint: &Checkpoint) -> Error {
+    Error::refused("the checkpoint has no tokenizer")
+        .file(checkpoint.root())
+        .expected("tiktoken.model or tokenizer.json", "neither")
+        .hint("give ids with --ids")
+}
+
+/// Ids that end a text: the configuration's, the generation configuration's, and the two end markers of the format.
+pub fn stop_ids(checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+    let mut ids = vec![checkpoint.config().eos_token_id];
+    if let Some(file) = &checkpoint.tokenizer_files()?.generation_config {
+        let value: Value = serde_json::from_slice(file.bytes())
+            .map_err(|e| Error::refused("cannot read the generation configuration").file(&file.path).cause(e))?;
+        let eos = &value["eos_token_id"];
+        let listed = eos.as_array().map_or(std::slice::from_ref(eos), Vec::as_slice);
+        for id in listed.iter().filter(|v| !v.is_null()) {
+            ids.push(id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
+                Error::refused("cannot read the generation configuration")
+                    .file(&file.path)
+                    .key("eos_token_id")
+                    .expected("a token id or a list of them", eos)
+            })?);
+        }
+    }
+    if let Some(t) = tokenizer {
+        ids.extend(["[EOS]", "[EOT]"].iter().filter_map(|name| t.special_id(name)));
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
+}
+
+/// Plans and opens the model for `context` positions; prints the plan, then reads what stays in memory.
+pub fn open(
+    checkpoint: Arc<Checkpoint>,
+    flags: &RunFlags,
+    global: &Global,
+    context: usize,
+    all_logits: bool,
+    cancel: Arc<AtomicBool>,
+    progress: &Progress,
+) -> Result<Arc<Model>> {
+    if context > checkpoint.config().max_position_embeddings {
+        return Err(Error::usage(format!(
+            "a context of {context} is more than the model's {}",
+            checkpoint.config().max_position_embeddings
+        )));
+    }
+    let memory = machine::memory();
+    let budget = match (flags.ram, memory) {
+        (Some(ram), _) => ram,
+        (None, Some(m)) => m.available.saturating_sub(MARGIN.max(m.available / 10)),
+        (None, None) => return Err(Error::machine("cannot find out how much memory is free").hint("give --ram SIZE")),
+    };
+    let model = Model::open(
+        checkpoint,
+        &Options {
+            threads: flags.threads.unwrap_or_else(machine::default_threads),
+            context,
+            chunk: flags.prefill_chunk.min(context),
+            all_logits,
+            budget,
+            io_depth: flags.io_depth,
+            cancel,
+        },
+    )?;
+    let p = model.placement();
+    let layers = model.config().layers.len();
+    progress.say(&format!(
+        "plan: cpu ({}, {} threads), context {context}; state {}, scratch {}, trunk {} in memory ({}/{layers} layers), {} streamed per pass through {}, {} experts cached in {}; {} of {}",
+        model.cpu.isa.name(),
+        model.cpu.threads(),
+        human(p.state),
+        human(p.scratch),
+        human(p.trunk),
+        model.resident_layers(),
+        human(p.streamed),
+        human(p.ring),
+        p.expert_slots,
+        human(p.expert_cache),
+        human(p.total()),
+        human(p.budget),
+    ));
+    if global.json {
+        super::output::json(&plan(&model, context))?;
+    }
+    progress.watch(model.counters().clone());
+    progress.phase("loading");
+    model.load(&mut &*progress)?;
+    Ok(Arc::new(model))
+}
+
+/// The plan event.
+fn plan(model: &Model, context: usize) -> Value {
+    let p = model.placement();
+    json!({
+        "event": "plan",
+        "device": "cpu",
+        "adapter": Value::Null,
+        "isa": model.cpu.isa.name(),
+        "threads": model.cpu.threads(),
+        "context": context,
+        "layers": model.config().layers.len(),
+        "resident_layers": model.resident_layers(),
+        "memory": p,
+    })
+}
+
+/// The `peak` object of a report.
+pub fn peak(progress: &Progress) -> Value {
+    json!({ "rss": progress.peak(), "vram": 0 })
+}

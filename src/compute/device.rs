@@ -1,0 +1,162 @@
+//! Where a tensor lives and where it is computed.
+
+use super::cpu::Isa;
+use crate::checkpoint::format::Matrix;
+use crate::error::{Error, Result};
+use crate::memory::slab::Slab;
+use std::sync::Arc;
+
+/// f32 activations or state `[rows, cols]`, row-major.
+#[derive(Debug, Clone, Default)]
+pub struct Tensor {
+    rows: usize,
+    cols: usize,
+    host: Vec<f32>,
+}
+
+impl Tensor {
+    /// Zeros `[rows, cols]` in host memory.
+    pub fn zeros(rows: usize, cols: usize) -> Tensor {
+        Tensor { rows, cols, host: vec![0.0; rows * cols] }
+    }
+
+    /// Takes `values` as `[rows, cols]`.
+    ///
+    /// # Panics
+    /// If the number of values is another.
+    pub fn from_vec(rows: usize, cols: usize, values: Vec<f32>) -> Tensor {
+        assert_eq!(values.len(), rows * cols);
+        Tensor { rows, cols, host: values }
+    }
+
+    /// Changes the shape, keeping the allocation where it suffices. The contents are unspecified.
+    pub fn reshape(&mut self, rows: usize, cols: usize) {
+        self.rows = rows;
+        self.cols = cols;
+        self.host.resize(rows * cols, 0.0);
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+    /// Columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+    /// The values.
+    pub fn host(&self) -> &[f32] {
+        &self.host
+    }
+    /// The values, to be written.
+    pub fn host_mut(&mut self) -> &mut [f32] {
+        &mut self.host
+    }
+    /// Row `r`.
+    pub fn row(&self, r: usize) -> &[f32] {
+        &self.host[r * self.cols..(r + 1) * self.cols]
+    }
+    /// Row `r`, to be written.
+    pub fn row_mut(&mut self, r: usize) -> &mut [f32] {
+        &mut self.host[r * self.cols..(r + 1) * self.cols]
+    }
+}
+
+/// How the values of a weight are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// Packed E2M1 codes with E8M0 scales, `scale_offset` bytes into the slab.
+    Mxfp4 {
+        /// Where the scales begin.
+        scale_offset: usize,
+    },
+}
+
+/// A weight `[rows, cols]` in its stored form, in host memory.
+#[derive(Clone)]
+pub struct Weight {
+    slab: Arc<Slab>,
+    offset: usize,
+    rows: usize,
+    cols: usize,
+    format: Format,
+}
+
+impl Weight {
+    /// A weight over `slab`, whose values begin at `offset`. Fails when the slab is too short for the shape.
+    pub fn new(slab: Arc<Slab>, offset: usize, rows: usize, cols: usize, format: Format) -> Result<Weight> {
+        let n = rows * cols;
+        let fits = |at: usize, bytes: usize| at.checked_add(bytes).is_some_and(|end| end <= slab.len());
+        let ok = match format {
+            Format::F32 => fits(offset, 4 * n),
+            Format::Bf16 => fits(offset, 2 * n),
+            Format::Mxfp4 { scale_offset } => {
+                cols.is_multiple_of(32) && fits(offset, n / 2) && fits(scale_offset, n / 32)
+            }
+        };
+        if !ok {
+            return Err(Error::run(format!(
+                "a weight [{rows}, {cols}] does not fit its buffer of {} bytes at {offset}",
+                slab.len()
+            )));
+        }
+        Ok(Weight { slab, offset, rows, cols, format })
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The stored values.
+    pub fn matrix(&self) -> Matrix<'_> {
+        use crate::checkpoint::format::Data;
+        let n = self.rows * self.cols;
+        let cut = |at: usize, len: usize| &self.slab.bytes()[at..at + len];
+        let data = match self.format {
+            Format::F32 => Data::F32(cut(self.offset, 4 * n)),
+            Format::Bf16 => Data::Bf16(cut(self.offset, 2 * n)),
+            Format::Mxfp4 { scale_offset } => {
+                Data::Mxfp4 { packed: cut(self.offset, n / 2), scale: cut(scale_offset, n / 32) }
+            }
+        };
+        Matrix { rows: self.rows, cols: self.cols, data }
+    }
+}
+
+/// The CPU as a device: an instruction set and a pool of compute threads.
+pub struct Cpu {
+    /// The kernels in use.
+    pub isa: Isa,
+    pool: rayon::ThreadPool,
+}
+
+impl Cpu {
+    /// A pool of `threads` compute threads and the best kernels of this processor.
+    pub fn new(threads: usize) -> Result<Cpu> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("compute-{i}"))
+            .build()
+            .map_err(|e| Error::machine(format!("cannot start {threads} compute threads")).cause(e))?;
+        Ok(Cpu { isa: Isa::detect()?, pool })
+    }
+
+    /// Runs `f` on the pool, so that parallel iterators inside it use its threads.
+    pub fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(f)
+    }
+
+    /// The number of compute threads.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+}

@@ -1,0 +1,48 @@
+//! Matrix products and the gated unit between them.
+
+use crate::compute::cpu::{math, matmul as kernel};
+use crate::compute::device::{Cpu, Tensor, Weight};
+use rayon::prelude::*;
+
+/// Elements that one task of an element-wise operation takes.
+pub(crate) const ELEMENTS: usize = 8192;
+
+/// `y = x·Wᵀ`: x `[T,in]`, w `[out,in]` in its stored form, y `[T,out]`.
+pub fn matmul(dev: &Cpu, x: &Tensor, w: &Weight, y: &mut Tensor) {
+    debug_assert_eq!(x.cols(), w.cols());
+    y.reshape(x.rows(), w.rows());
+    dev.run(|| kernel::matmul(dev.isa, x.host(), &w.matrix(), y.host_mut()));
+}
+
+/// SiTU-GLU, `β·tanh(gate/β)·σ(gate) · βl·tanh(up/βl)` (the sigmoid takes the uncapped gate), into `gate`:
+/// both `[T,n]`.
+pub fn situ(dev: &Cpu, gate: &mut Tensor, up: &Tensor, beta: f32, linear_beta: f32) {
+    dev.run(|| {
+        gate.host_mut()
+            .par_chunks_mut(ELEMENTS)
+            .zip(up.host().par_chunks(ELEMENTS))
+            .for_each(|(g, u)| math::situ_glu(dev.isa, g, u, beta, linear_beta));
+    });
+}
+
+/// `a += b`, both `[T,n]`.
+pub fn add(a: &mut Tensor, b: &Tensor) {
+    debug_assert_eq!(a.host().len(), b.host().len());
+    for (a, b) in a.host_mut().iter_mut().zip(b.host()) {
+        *a += b;
+    }
+}
+
+/// `a *= σ(gate)`, both `[T,n]`.
+pub fn gate_sigmoid(dev: &Cpu, a: &mut Tensor, gate: &mut Tensor) {
+    dev.run(|| {
+        a.host_mut().par_chunks_mut(ELEMENTS).zip(gate.host_mut().par_chunks_mut(ELEMENTS)).for_each(
+            |(a, g)| {
+                math::sigmoid(dev.isa, g);
+                for (a, g) in a.iter_mut().zip(g.iter()) {
+                    *a *= g;
+                }
+            },
+        );
+    });
+}

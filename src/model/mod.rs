@@ -1,0 +1,315 @@
+//! The network: weights by name, one forward pass, the state of a sequence and the session over it.
+
+pub mod forward;
+pub mod session;
+pub mod session_file;
+pub mod state;
+pub mod weights;
+
+use crate::checkpoint::config::Config;
+use crate::checkpoint::names;
+use crate::checkpoint::shards::{Checkpoint, TensorRef};
+use crate::compute::device::{Cpu, Tensor};
+use crate::compute::ops::moe::Routing;
+use crate::error::{Error, Result};
+use crate::memory::experts::ExpertStore;
+use crate::memory::place::{Demand, Placement};
+use crate::memory::trunk::{Trunk, TrunkParts, Unit};
+use crate::report::counters::Counters;
+use forward::Scratch;
+use half::bf16;
+use state::State;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use weights::{Head, Layer};
+
+/// Where in a layer an observed tensor stands; all `[T,…]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Point {
+    /// Running sum before the layer.
+    AttnSources,
+    /// Mix before the attention.
+    AttnRes,
+    /// Weights of that mix.
+    AttnProbs,
+    /// Normed input of the attention.
+    AttnIn,
+    /// Output of the attention.
+    AttnOut,
+    /// Mix before the feed-forward.
+    FfnRes,
+    /// Weights of that mix.
+    FfnProbs,
+    /// Normed input of the feed-forward.
+    FfnIn,
+    /// Sum of the chosen experts before its norm.
+    LatentSum,
+    /// Output of the feed-forward.
+    FfnOut,
+    /// Running sum after the layer.
+    Out,
+    /// Output mix.
+    FinalRes,
+    /// Weights of that mix.
+    FinalProbs,
+    /// Normed input of the head.
+    FinalNorm,
+}
+
+/// Watches a pass. Every method has a default that does nothing.
+pub trait Observer {
+    /// Layer `i` of `n` begins; `i == n` is the output head.
+    fn layer(&mut self, _i: usize, _n: usize) {}
+    /// A tensor of layer `i` was computed.
+    fn tensor(&mut self, _point: Point, _i: usize, _values: &Tensor) {}
+    /// The router of layer `i` has chosen.
+    fn routing(&mut self, _i: usize, _routing: &Routing) {}
+}
+
+/// Sees nothing.
+pub struct Unobserved;
+impl Observer for Unobserved {}
+
+/// What a model is opened with.
+pub struct Options {
+    /// Compute threads.
+    pub threads: usize,
+    /// Positions to plan for.
+    pub context: usize,
+    /// Tokens per prefill chunk to plan for.
+    pub chunk: usize,
+    /// Whether passes return the logits of every position.
+    pub all_logits: bool,
+    /// Host memory for everything, in bytes.
+    pub budget: u64,
+    /// Reads in flight.
+    pub io_depth: usize,
+    /// Set from outside to stop at the next layer or read.
+    pub cancel: Arc<AtomicBool>,
+}
+
+/// The input embedding: one row a token, read from its file.
+struct Embedding {
+    checkpoint: Arc<Checkpoint>,
+    table: TensorRef,
+    vocab: usize,
+    hidden: usize,
+}
+
+impl Embedding {
+    fn row_bytes(&self) -> u64 {
+        2 * self.hidden as u64
+    }
+
+    fn row(&self, id: u32, out: &mut [f32]) -> Result<()> {
+        if id as usize >= self.vocab {
+            return Err(Error::usage(format!("token id {id} is outside the vocabulary of {}", self.vocab)));
+        }
+        let mut raw = vec![0u8; 2 * self.hidden];
+        let path = &self.checkpoint.shards()[usize::from(self.table.shard)].path;
+        let at = self.table.offset + u64::from(id) * self.row_bytes();
+        crate::memory::read::read_exact_at(self.checkpoint.reader(self.table.shard).as_ref(), path, &mut raw, at)
+            .map_err(|e| e.tensor(weights::EMBED))?;
+        for (o, b) in out.iter_mut().zip(raw.chunks_exact(2)) {
+            *o = bf16::from_le_bytes([b[0], b[1]]).to_f32();
+        }
+        Ok(())
+    }
+}
+
+/// Layers bound to their slabs: resident ones once, streamed ones for each pass.
+struct Bound {
+    layers: Vec<OnceLock<Arc<Layer>>>,
+    head: OnceLock<Arc<Head>>,
+}
+
+impl Bound {
+    fn layer(&self, m: &Model, i: usize) -> Result<Arc<Layer>> {
+        if let Some(l) = self.layers[i].get() {
+            return Ok(l.clone());
+        }
+        let slab = m.trunk.fetch(i)?;
+        let layer = Arc::new(Layer::bind(m.config(), i, m.trunk.unit(i), &slab)?);
+        if m.trunk.is_resident(i) {
+            return Ok(self.layers[i].get_or_init(|| layer).clone());
+        }
+        Ok(layer)
+    }
+}
+
+/// An opened model.
+pub struct Model {
+    checkpoint: Arc<Checkpoint>,
+    /// The device that computes.
+    pub cpu: Cpu,
+    trunk: Trunk,
+    experts: ExpertStore,
+    expert_bytes: u64,
+    embedding: Embedding,
+    bound: Bound,
+    placement: Placement,
+    context: usize,
+    counters: Arc<Counters>,
+    cancel: Arc<AtomicBool>,
+    passes: AtomicU64,
+}
+
+impl Model {
+    /// Plans and opens a model; no weight is read yet (see [`Model::load`]).
+    pub fn open(checkpoint: Arc<Checkpoint>, options: &Options) -> Result<Model> {
+        let config = checkpoint.config();
+        supported(config)?;
+        let mut units = Vec::with_capacity(config.layers.len() + 1);
+        for i in 0..config.layers.len() {
+            let names: Vec<String> = names::trunk_tensors(config, i).into_iter().map(|t| t.name).collect();
+            units.push(Unit::new(&checkpoint, &names)?);
+        }
+        let head: Vec<String> = names::model_tensors(config)
+            .into_iter()
+            .map(|t| t.name)
+            .filter(|n| n != weights::EMBED || config.tie_word_embeddings)
+            .collect();
+        units.push(Unit::new(&checkpoint, &head)?);
+        let moe_layers =
+            config.layers.iter().filter(|l| l.ffn == crate::checkpoint::config::Ffn::Moe).count();
+        let expert_bytes: usize =
+            names::EXPERT_PARTS.iter().map(|p| names::expert_part_bytes(config, *p)).sum();
+        let placement = Placement::new(
+            options.budget,
+            &Demand {
+                state: State::bytes(config, options.context),
+                scratch: Scratch::bytes(config, options.chunk, options.all_logits),
+                units: units.iter().map(Unit::bytes).collect(),
+                expert: expert_bytes as u64,
+                experts: (moe_layers * config.moe.experts) as u64,
+                chosen: config.moe.experts_per_token as u64,
+            },
+        )?;
+        let counters = Arc::new(Counters::default());
+        let io = Arc::new(
+            rayon::ThreadPoolBuilder::new()
+                // One thread may wait for a buffer of the ring while the others read.
+                .num_threads(options.io_depth + 1)
+                .thread_name(|i| format!("read-{i}"))
+                .build()
+                .map_err(|e| Error::machine("cannot start the reader threads").cause(e))?,
+        );
+        let embedding = Embedding {
+            table: checkpoint.tensor(weights::EMBED)?.clone(),
+            vocab: config.vocab_size,
+            hidden: config.hidden_size,
+            checkpoint: checkpoint.clone(),
+        };
+        let bound = Bound {
+            layers: config.layers.iter().map(|_| OnceLock::new()).collect(),
+            head: OnceLock::new(),
+        };
+        Ok(Model {
+            cpu: Cpu::new(options.threads)?,
+            experts: ExpertStore::new(
+                checkpoint.clone(),
+                usize::try_from(placement.expert_slots).unwrap_or(usize::MAX),
+                io.clone(),
+                counters.clone(),
+                options.cancel.clone(),
+            ),
+            trunk: Trunk::new(TrunkParts {
+                checkpoint: checkpoint.clone(),
+                units,
+                resident: placement.resident.clone(),
+                counters: counters.clone(),
+                cancel: options.cancel.clone(),
+                io,
+            }),
+            expert_bytes: expert_bytes as u64,
+            embedding,
+            bound,
+            placement,
+            context: options.context,
+            counters,
+            cancel: options.cancel.clone(),
+            passes: AtomicU64::new(0),
+            checkpoint,
+        })
+    }
+
+    /// Reads everything that stays in memory.
+    pub fn load(&self, seen: &mut dyn Observer) -> Result<()> {
+        let n = self.config().layers.len();
+        for i in (0..n).filter(|i| self.trunk.is_resident(*i)) {
+            seen.layer(i, n);
+            self.check_cancelled()?;
+            self.bound.layer(self, i)?;
+        }
+        if self.trunk.is_resident(n) {
+            seen.layer(n, n);
+            self.output()?;
+        }
+        Ok(())
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        self.checkpoint.config()
+    }
+    /// The files.
+    pub fn checkpoint(&self) -> &Arc<Checkpoint> {
+        &self.checkpoint
+    }
+    /// How memory is divided.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+    /// Positions planned for.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+    /// What was read and used so far.
+    pub fn counters(&self) -> &Arc<Counters> {
+        &self.counters
+    }
+    /// Set it to stop at the next layer or read; clear it to go on.
+    pub fn cancel_flag(&self) -> &AtomicBool {
+        &self.cancel
+    }
+    /// Trunk layers that stay in memory, the output head not counted.
+    pub fn resident_layers(&self) -> usize {
+        (0..self.config().layers.len()).filter(|i| self.trunk.is_resident(*i)).count()
+    }
+
+    fn output(&self) -> Result<Arc<Head>> {
+        if let Some(h) = self.bound.head.get() {
+            return Ok(h.clone());
+        }
+        let n = self.config().layers.len();
+        let slab = self.trunk.fetch(n)?;
+        let head = Arc::new(Head::bind(self.config(), self.trunk.unit(n), &slab)?);
+        if self.trunk.is_resident(n) {
+            return Ok(self.bound.head.get_or_init(|| head).clone());
+        }
+        Ok(head)
+    }
+
+    fn next_pass(&self) -> u64 {
+        self.passes.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn check_cancelled(&self) -> Result<()> {
+        if self.cancel.load(Ordering::Relaxed) { Err(Error::interrupted()) } else { Ok(()) }
+    }
+}
+
+/// Refuses the variants of the architecture that nothing published can be checked against.
+fn supported(config: &Config) -> Result<()> {
+    if config.attn_res_block_size.is_none() {
+        return Err(Error::refused("a model without attention-residual blocks is not supported")
+            .key("text_config.attn_res_block_size")
+            .expected("a block size", "null"));
+    }
+    if config.moe.latent_size.is_none() && config.moe.latent_norm {
+        return Err(Error::refused("a norm on routed experts without a latent width is not supported")
+            .key("text_config.latent_moe_use_norm")
+            .expected("false when routed_expert_hidden_size is null", true));
+    }
+    Ok(())
+}

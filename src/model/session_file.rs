@@ -1,0 +1,220 @@
+//! Session files: the state of a sequence on disk.
+//!
+//! A safetensors file with the tensors of the state after the last whole step, the fed tokens and the logits of the
+//! last position, and in its metadata the format version, the fingerprint of the model, a digest of the tensors and
+//! what the writer wants to find again. It is written beside its place and renamed, so that a file of this name is
+//! always whole.
+
+use super::Model;
+use super::session::Session;
+use super::state::{LayerState, State};
+use crate::compute::device::Tensor;
+use crate::error::{Error, Result};
+use crate::memory::read::read_exact_at;
+use safetensors::tensor::{Dtype, TensorView};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+
+/// Changes when a file of this version could be misread by another.
+const VERSION: &str = "1";
+/// A header longer than this is not one of ours.
+const MAX_HEADER: u64 = 64 << 20;
+
+/// What is stored beside the state, for the run that continues it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Continuation {
+    /// Leading tokens that were the prompt.
+    pub prompt_tokens: usize,
+    /// How the tokens after it were chosen; another choice must not be continued.
+    pub sampler: String,
+    /// A token that was chosen but not fed yet.
+    pub pending: Option<u32>,
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The tensors of a state by name, `rows` of them committed.
+fn tensors(state: &State) -> Vec<(String, &Tensor, usize)> {
+    let mut out = Vec::new();
+    for (i, layer) in state.layers.iter().enumerate() {
+        match layer {
+            LayerState::Kda { now, .. } => {
+                for (n, conv) in ["q", "k", "v"].iter().zip(&now.conv) {
+                    out.push((format!("layers.{i}.conv_{n}"), conv, conv.rows()));
+                }
+                out.push((format!("layers.{i}.s"), &now.s, now.s.rows()));
+            }
+            LayerState::Mla(cache) => {
+                out.push((format!("layers.{i}.latent"), &cache.latent, state.len()));
+                out.push((format!("layers.{i}.rope"), &cache.rope, state.len()));
+            }
+        }
+    }
+    out
+}
+
+/// Writes `session` to `path`, atomically.
+pub fn save(session: &Session, more: &Continuation, path: &Path) -> Result<()> {
+    let fail = |what: &str, cause: &dyn std::fmt::Display| {
+        Error::new(crate::Kind::Io, format!("cannot {what} the session file")).file(path).cause(cause)
+    };
+    let state = session.state();
+    let tokens = session.tokens();
+    let mut views = vec![
+        ("tokens".to_string(), Dtype::U32, vec![tokens.len()], bytemuck::cast_slice(tokens)),
+        ("logits".to_string(), Dtype::F32, vec![session.logits().len()], bytemuck::cast_slice(session.logits())),
+    ];
+    for (name, t, rows) in tensors(state) {
+        let values = &t.host()[..rows * t.cols()];
+        views.push((name, Dtype::F32, vec![rows, t.cols()], bytemuck::cast_slice(values)));
+    }
+    let mut digest = Sha256::new();
+    for (name, _, _, bytes) in &views {
+        digest.update(name.as_bytes());
+        digest.update(bytes);
+    }
+    let metadata = HashMap::from([
+        ("trunkline.session".to_string(), VERSION.to_string()),
+        ("fingerprint".to_string(), hex(&session.model().checkpoint().fingerprint()?)),
+        ("digest".to_string(), hex(&digest.finalize())),
+        ("prompt_tokens".to_string(), more.prompt_tokens.to_string()),
+        ("sampler".to_string(), more.sampler.clone()),
+        ("pending".to_string(), more.pending.map_or(String::new(), |p| p.to_string())),
+    ]);
+    let views = views
+        .into_iter()
+        .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(dtype, shape, bytes)?)))
+        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
+        .map_err(|e| fail("lay out", &e))?;
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let temporary = tempfile::Builder::new()
+        .prefix(".trunkline-session-")
+        .tempfile_in(folder)
+        .map_err(|e| fail("create", &e))?;
+    safetensors::serialize_to_file(views, Some(metadata), temporary.path()).map_err(|e| fail("write", &e))?;
+    temporary.as_file().sync_all().map_err(|e| fail("flush", &e))?;
+    temporary.persist(path).map_err(|e| fail("rename", &e.error))?;
+    // The rename itself must survive a power cut.
+    File::open(folder).and_then(|f| f.sync_all()).map_err(|e| fail("flush the folder of", &e))
+}
+
+/// Reads a session of `model` from `path`. A file of another model, of another version, or one that is damaged is
+/// refused.
+pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Continuation)> {
+    let refuse = |what: &str| Error::refused(format!("the session file is refused: {what}")).file(path);
+    let file = File::open(path).map_err(|e| Error::io("cannot open the session file", e).file(path))?;
+    let size = file.metadata().map_err(|e| Error::io("cannot inspect the session file", e).file(path))?.len();
+    if size < 8 {
+        return Err(refuse("it is too short").expected("at least 8 bytes", size));
+    }
+    let mut length = [0u8; 8];
+    read_exact_at(&file, path, &mut length, 0)?;
+    let header = u64::from_le_bytes(length);
+    if header > MAX_HEADER || header > size - 8 {
+        return Err(refuse("its header does not fit the file").expected(format_args!("at most {}", size - 8), header));
+    }
+    let mut start = vec![0u8; 8 + header as usize];
+    read_exact_at(&file, path, &mut start, 0)?;
+    let (_, meta) = safetensors::SafeTensors::read_metadata(&start)
+        .map_err(|e| refuse("its header cannot be read").cause(e))?;
+    let entries = meta.metadata().clone().unwrap_or_default();
+    let entry = |key: &str| entries.get(key).map(String::as_str).unwrap_or_default();
+    if entry("trunkline.session") != VERSION {
+        return Err(refuse("it has another format version").expected(VERSION, format_args!("{:?}", entry("trunkline.session"))));
+    }
+    let own = hex(&model.checkpoint().fingerprint()?);
+    if entry("fingerprint") != own {
+        return Err(refuse("it was made with another model")
+            .expected(format_args!("fingerprint {own}"), entry("fingerprint"))
+            .hint("use the model it was made with, or another --session file"));
+    }
+    let base = 8 + header;
+    let mut digest = Sha256::new();
+    // Reads a whole tensor, checking name, dtype and size before a byte is allocated for it.
+    let mut read = |name: &str, dtype: Dtype, cols: Option<usize>, out: &mut Vec<u8>| -> Result<usize> {
+        let info = meta.info(name).ok_or_else(|| refuse("a tensor is missing").tensor(name))?;
+        let rows = match (cols, info.shape.as_slice()) {
+            (None, [n]) => *n,
+            (Some(c), [r, found]) if *found == c => *r,
+            _ => {
+                return Err(refuse("a tensor has another shape").tensor(name).expected(
+                    cols.map_or("[n]".to_string(), |c| format!("[n, {c}]")),
+                    format_args!("{:?}", info.shape),
+                ));
+            }
+        };
+        let (from, to) = info.data_offsets;
+        let bytes = to.saturating_sub(from);
+        if info.dtype != dtype || bytes as u64 > size - base || bytes != 4 * rows * cols.unwrap_or(1) {
+            return Err(refuse("a tensor has another type or size").tensor(name));
+        }
+        out.resize(bytes, 0);
+        read_exact_at(&file, path, out, base + from as u64).map_err(|e| e.tensor(name))?;
+        digest.update(name.as_bytes());
+        digest.update(&*out);
+        Ok(rows)
+    };
+    let mut raw = Vec::new();
+    let len = read("tokens", Dtype::U32, None, &mut raw)?;
+    let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&raw);
+    if len > model.context() {
+        return Err(Error::usage(format!("the session's {len} positions do not fit the planned context of {}", model.context()))
+            .file(path)
+            .hint(format!("raise --context to more than {len}")));
+    }
+    read("logits", Dtype::F32, None, &mut raw)?;
+    let last: Vec<f32> = bytemuck::pod_collect_to_vec(&raw);
+    if last.len() != model.config().vocab_size && !(last.is_empty() && len == 0) {
+        return Err(refuse("its logits have another length").expected(model.config().vocab_size, last.len()));
+    }
+    let mut state = State::new(model.config(), model.context());
+    let mut fill = |name: String, t: &mut Tensor, rows: usize| -> Result<()> {
+        let cols = t.cols();
+        let found = read(&name, Dtype::F32, Some(cols), &mut raw)?;
+        if found != rows {
+            return Err(refuse("a tensor has another shape").tensor(name).expected(rows, found));
+        }
+        bytemuck::cast_slice_mut::<f32, u8>(&mut t.host_mut()[..rows * cols]).copy_from_slice(&raw);
+        Ok(())
+    };
+    for (i, layer) in state.layers.iter_mut().enumerate() {
+        match layer {
+            LayerState::Kda { now, .. } => {
+                for (n, conv) in ["q", "k", "v"].iter().zip(&mut now.conv) {
+                    let rows = conv.rows();
+                    fill(format!("layers.{i}.conv_{n}"), conv, rows)?;
+                }
+                let rows = now.s.rows();
+                fill(format!("layers.{i}.s"), &mut now.s, rows)?;
+            }
+            LayerState::Mla(cache) => {
+                fill(format!("layers.{i}.latent"), &mut cache.latent, len)?;
+                fill(format!("layers.{i}.rope"), &mut cache.rope, len)?;
+            }
+        }
+    }
+    if entry("digest") != hex(&digest.finalize()) {
+        return Err(refuse("its contents do not match their digest"));
+    }
+    let number = |key: &str| entry(key).parse::<usize>().map_err(|e| refuse("its metadata is damaged").key(key).cause(e));
+    let more = Continuation {
+        prompt_tokens: number("prompt_tokens")?,
+        sampler: entry("sampler").to_string(),
+        pending: match entry("pending") {
+            "" => None,
+            _ => Some(number("pending")? as u32),
+        },
+    };
+    if more.prompt_tokens > len {
+        // Saved in mid-prefill: the rest of the prompt was still to be fed.
+        log::debug!("session saved within its prompt: {len} of {} tokens", more.prompt_tokens);
+    }
+    state.set_len(len);
+    let mut session = Session::new(model.clone());
+    session.restore(state, tokens, last);
+    Ok((session, more))
+}

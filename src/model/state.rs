@@ -1,0 +1,120 @@
+//! What is carried from token to token.
+
+use crate::checkpoint::config::{Attention, Config};
+use crate::compute::device::Tensor;
+
+/// State of one KDA layer.
+#[derive(Debug, Clone)]
+pub struct KdaState {
+    /// Last `conv_kernel - 1` inputs of the q, k and v convolutions, oldest first: each `[k-1, P]`.
+    pub conv: [Tensor; 3],
+    /// The recurrence's state S, head by head `[Dk, Dv]`: `[N·D, D]`.
+    pub s: Tensor,
+}
+
+/// Cache of one MLA layer. Rows beyond the sequence's length are unspecified.
+#[derive(Debug, Clone)]
+pub struct MlaCache {
+    /// Normalised latents `[capacity, R]`.
+    pub latent: Tensor,
+    /// Shared key part `[capacity, rope]`, raw.
+    pub rope: Tensor,
+}
+
+/// State of one layer. A step reads what is committed and writes `next`; [`State::commit`] swaps the two.
+#[derive(Debug, Clone)]
+pub enum LayerState {
+    /// Recurrent: committed and next.
+    Kda {
+        /// After the last whole step.
+        now: KdaState,
+        /// Written by the step in progress.
+        next: KdaState,
+    },
+    /// Append-only: a step writes rows past the committed length.
+    Mla(MlaCache),
+}
+
+/// State of one sequence.
+#[derive(Debug, Clone)]
+pub struct State {
+    /// Per layer.
+    pub layers: Vec<LayerState>,
+    len: usize,
+    capacity: usize,
+}
+
+fn kda_zero(config: &Config) -> KdaState {
+    let k = &config.kda;
+    let p = k.heads * k.head_dim;
+    let conv = || Tensor::zeros(k.conv_kernel - 1, p);
+    KdaState { conv: [conv(), conv(), conv()], s: Tensor::zeros(p, k.head_dim) }
+}
+
+impl State {
+    /// The state before the first token, with room for `capacity` positions.
+    pub fn new(config: &Config, capacity: usize) -> State {
+        let layers = config
+            .layers
+            .iter()
+            .map(|l| match l.attention {
+                Attention::Kda => LayerState::Kda { now: kda_zero(config), next: kda_zero(config) },
+                Attention::Mla => LayerState::Mla(MlaCache {
+                    latent: Tensor::zeros(capacity, config.mla.kv_lora_rank),
+                    rope: Tensor::zeros(capacity, config.mla.qk_rope_head_dim),
+                }),
+            })
+            .collect();
+        State { layers, len: 0, capacity }
+    }
+
+    /// Bytes of a state with room for `capacity` positions.
+    pub fn bytes(config: &Config, capacity: usize) -> u64 {
+        let k = &config.kda;
+        let p = (k.heads * k.head_dim) as u64;
+        let kda = 2 * 4 * p * (3 * (k.conv_kernel as u64 - 1) + k.head_dim as u64);
+        let mla = 4 * capacity as u64 * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) as u64;
+        config.layers.iter().map(|l| if l.attention == Attention::Kda { kda } else { mla }).sum()
+    }
+
+    /// Positions of the last whole step.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing has been fed yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Positions there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Makes what the step of `tokens` tokens wrote the state.
+    pub fn commit(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            if let LayerState::Kda { now, next } = layer {
+                std::mem::swap(now, next);
+            }
+        }
+        self.len += tokens;
+    }
+
+    /// Back to before the first token.
+    pub fn reset(&mut self) {
+        for layer in &mut self.layers {
+            if let LayerState::Kda { now, .. } = layer {
+                now.s.host_mut().fill(0.0);
+                now.conv.iter_mut().for_each(|c| c.host_mut().fill(0.0));
+            }
+        }
+        self.len = 0;
+    }
+
+    /// Declares that the committed buffers hold `len` positions, as after reading them from a session file.
+    pub(crate) fn set_len(&mut self, len: usize) {
+        self.len = len;
+    }
+}

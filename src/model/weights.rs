@@ -1,0 +1,361 @@
+//! From names to tensors: what a layer's slab holds.
+
+use crate::checkpoint::config::{Attention, Config, Ffn};
+use crate::checkpoint::names::{EXPERT_PARTS, ExpertPart, expert_part_bytes, expert_part_shape};
+use crate::checkpoint::names::{DType, layer_prefix};
+use crate::compute::device::{Format, Tensor, Weight};
+use crate::error::{Error, Result};
+use crate::memory::slab::Slab;
+use crate::memory::trunk::Unit;
+use std::sync::Arc;
+
+/// Prefix of the model-level tensors.
+pub const MODEL: &str = "language_model.model.";
+/// The input embedding `[V,H]`.
+pub const EMBED: &str = "language_model.model.embed_tokens.weight";
+/// The output head `[V,H]`; absent when tied to the embedding.
+pub const LM_HEAD: &str = "language_model.lm_head.weight";
+
+/// Gate, up and down of a SiTU-GLU.
+pub struct Mlp {
+    /// `[width,in]`
+    pub gate: Weight,
+    /// `[width,in]`
+    pub up: Weight,
+    /// `[out,width]`
+    pub down: Weight,
+}
+
+/// The KDA output gate: one matrix, or two of low rank.
+pub enum Gate {
+    /// `[P,H]`
+    Full(Weight),
+    /// `[D,H]` then `[P,D]`
+    LowRank(Weight, Weight),
+}
+
+/// Weights of a KDA layer's attention.
+pub struct Kda {
+    /// q, k, v `[P,H]`
+    pub qkv: [Weight; 3],
+    /// Taps of the q, k, v convolutions, outermost first: `[k,P]`
+    pub conv: [Tensor; 3],
+    /// `[D,H]`
+    pub f_a: Weight,
+    /// `[P,D]`
+    pub f_b: Weight,
+    /// `[N,H]`
+    pub b: Weight,
+    /// `exp(A_log)` of the heads `[1,N]`
+    pub a: Tensor,
+    /// `[1,P]`
+    pub dt_bias: Tensor,
+    /// `[1,D]`
+    pub o_norm: Tensor,
+    /// Output gate.
+    pub gate: Gate,
+    /// `[H,P]`
+    pub o: Weight,
+}
+
+/// The MLA query: one matrix, or a normalised low-rank pair.
+pub enum Query {
+    /// `[N·(nope+rope), H]`
+    Full(Weight),
+    /// `[q_rank,H]`, norm `[1,q_rank]`, `[N·(nope+rope), q_rank]`
+    LowRank(Weight, Tensor, Weight),
+}
+
+/// Weights of an MLA layer's attention.
+pub struct Mla {
+    /// Query projection.
+    pub q: Query,
+    /// `[R+rope, H]`
+    pub kv_a: Weight,
+    /// `[1,R]`
+    pub kv_norm: Tensor,
+    /// `[N·(nope+value), R]`
+    pub kv_b: Weight,
+    /// `[N·value, H]`
+    pub gate: Option<Weight>,
+    /// `[H, N·value]`
+    pub o: Weight,
+}
+
+/// Trunk weights of a mixture-of-experts layer.
+pub struct Moe {
+    /// Router `[E,H]`
+    pub router: Weight,
+    /// Selection bias `[1,E]`
+    pub bias: Tensor,
+    /// Into and out of the latent width: `[L,H]`, `[H,L]`
+    pub latent: Option<(Weight, Weight)>,
+    /// Norm of the aggregate `[1,L]`
+    pub norm: Option<Tensor>,
+    /// The shared experts as one MLP.
+    pub shared: Option<Mlp>,
+}
+
+/// Attention of a layer.
+pub enum AttentionWeights {
+    /// Kimi Delta Attention.
+    Kda(Kda),
+    /// Gated multi-head latent attention.
+    Mla(Mla),
+}
+
+/// Feed-forward of a layer.
+pub enum FfnWeights {
+    /// One MLP.
+    Dense(Mlp),
+    /// Routed and shared experts.
+    Moe(Moe),
+}
+
+/// Trunk of one layer.
+pub struct Layer {
+    /// `[1,H]`
+    pub input_norm: Tensor,
+    /// `[1,H]`
+    pub post_norm: Tensor,
+    /// Folded mix before the attention `[1,H]`
+    pub attn_mix: Tensor,
+    /// Folded mix before the feed-forward `[1,H]`
+    pub ffn_mix: Tensor,
+    /// Attention.
+    pub attention: AttentionWeights,
+    /// Feed-forward.
+    pub ffn: FfnWeights,
+}
+
+/// Output norm, mix and head.
+pub struct Head {
+    /// Folded output mix `[1,H]`
+    pub mix: Tensor,
+    /// `[1,H]`
+    pub norm: Tensor,
+    /// `[V,H]`
+    pub lm_head: Weight,
+}
+
+/// Finds tensors by name in a slab that was read.
+struct Binder<'a> {
+    slab: &'a Arc<Slab>,
+    unit: &'a Unit,
+    prefix: String,
+}
+
+impl Binder<'_> {
+    fn weight(&self, name: &str) -> Result<Weight> {
+        let full = format!("{}{name}", self.prefix);
+        let (at, t) = self
+            .unit
+            .find(&full)
+            .ok_or_else(|| Error::refused("a tensor the configuration implies was not bound").tensor(&full))?;
+        let format = match t.dtype {
+            DType::F32 => Format::F32,
+            DType::Bf16 => Format::Bf16,
+            other => {
+                return Err(Error::refused("unexpected dtype").tensor(full).expected("BF16 or F32", other));
+            }
+        };
+        // Vectors count as one row; a convolution [P,1,k] as P rows of k.
+        let (rows, cols) = match t.shape.as_slice() {
+            [n] => (1, *n),
+            [r, c] | [r, 1, c] => (*r, *c),
+            other => {
+                return Err(Error::refused("unexpected shape").tensor(full).expected("[n] or [n, m]", format_args!("{other:?}")));
+            }
+        };
+        Weight::new(self.slab.clone(), at, rows, cols, format).map_err(|e| e.tensor(full))
+    }
+
+    /// The values widened to f32.
+    fn vector(&self, name: &str) -> Result<Tensor> {
+        let w = self.weight(name)?;
+        let mut out = Tensor::zeros(w.rows(), w.cols());
+        for r in 0..w.rows() {
+            w.matrix().widen_row(r, out.row_mut(r));
+        }
+        Ok(out)
+    }
+
+    /// `norm_w · proj_w`, the one vector that a residual mix needs.
+    fn mix(&self, name: &str) -> Result<Tensor> {
+        let mut w = self.vector(&format!("{name}_norm.weight"))?;
+        let proj = self.vector(&format!("{name}_proj.weight"))?;
+        for (w, p) in w.host_mut().iter_mut().zip(proj.host()) {
+            *w *= p;
+        }
+        Ok(w)
+    }
+
+    fn mlp(&self, name: &str) -> Result<Mlp> {
+        Ok(Mlp {
+            gate: self.weight(&format!("{name}.gate_proj.weight"))?,
+            up: self.weight(&format!("{name}.up_proj.weight"))?,
+            down: self.weight(&format!("{name}.down_proj.weight"))?,
+        })
+    }
+
+    fn conv(&self, name: &str) -> Result<Tensor> {
+        let w = self.vector(name)?;
+        let (p, taps) = (w.rows(), w.cols());
+        let mut out = Tensor::zeros(taps, p);
+        for c in 0..p {
+            for j in 0..taps {
+                out.row_mut(j)[c] = w.row(c)[j];
+            }
+        }
+        Ok(out)
+    }
+
+    fn kda(&self, config: &Config) -> Result<Kda> {
+        let heads = config.kda.heads;
+        // Stored with padding: only the first entries belong to heads.
+        let a_log = self.vector("self_attn.A_log")?;
+        let a: Vec<f32> = a_log.host().iter().take(heads).map(|v| v.exp()).collect();
+        if a.len() < heads {
+            return Err(Error::refused("A_log is too short")
+                .tensor(format!("{}self_attn.A_log", self.prefix))
+                .expected(heads, a.len()));
+        }
+        Ok(Kda {
+            qkv: [
+                self.weight("self_attn.q_proj.weight")?,
+                self.weight("self_attn.k_proj.weight")?,
+                self.weight("self_attn.v_proj.weight")?,
+            ],
+            conv: [
+                self.conv("self_attn.q_conv1d.weight")?,
+                self.conv("self_attn.k_conv1d.weight")?,
+                self.conv("self_attn.v_conv1d.weight")?,
+            ],
+            f_a: self.weight("self_attn.f_a_proj.weight")?,
+            f_b: self.weight("self_attn.f_b_proj.weight")?,
+            b: self.weight("self_attn.b_proj.weight")?,
+            a: Tensor::from_vec(1, heads, a),
+            dt_bias: self.vector("self_attn.dt_bias")?,
+            o_norm: self.vector("self_attn.o_norm.weight")?,
+            gate: if config.kda.full_rank_gate {
+                Gate::Full(self.weight("self_attn.g_proj.weight")?)
+            } else {
+                Gate::LowRank(
+                    self.weight("self_attn.g_a_proj.weight")?,
+                    self.weight("self_attn.g_b_proj.weight")?,
+                )
+            },
+            o: self.weight("self_attn.o_proj.weight")?,
+        })
+    }
+
+    fn mla(&self, config: &Config) -> Result<Mla> {
+        Ok(Mla {
+            q: match config.mla.q_lora_rank {
+                None => Query::Full(self.weight("self_attn.q_proj.weight")?),
+                Some(_) => Query::LowRank(
+                    self.weight("self_attn.q_a_proj.weight")?,
+                    self.vector("self_attn.q_a_layernorm.weight")?,
+                    self.weight("self_attn.q_b_proj.weight")?,
+                ),
+            },
+            kv_a: self.weight("self_attn.kv_a_proj_with_mqa.weight")?,
+            kv_norm: self.vector("self_attn.kv_a_layernorm.weight")?,
+            kv_b: self.weight("self_attn.kv_b_proj.weight")?,
+            gate: match config.mla.output_gate {
+                true => Some(self.weight("self_attn.g_proj.weight")?),
+                false => None,
+            },
+            o: self.weight("self_attn.o_proj.weight")?,
+        })
+    }
+
+    fn moe(&self, config: &Config) -> Result<Moe> {
+        let latent = match config.moe.latent_size {
+            None => None,
+            Some(_) => Some((
+                self.weight("block_sparse_moe.routed_expert_down_proj.weight")?,
+                self.weight("block_sparse_moe.routed_expert_up_proj.weight")?,
+            )),
+        };
+        Ok(Moe {
+            router: self.weight("block_sparse_moe.gate.weight")?,
+            bias: self.vector("block_sparse_moe.gate.e_score_correction_bias")?,
+            latent,
+            norm: match config.moe.latent_norm {
+                true => Some(self.vector("block_sparse_moe.routed_expert_norm.weight")?),
+                false => None,
+            },
+            shared: match config.moe.shared_experts {
+                0 => None,
+                _ => Some(self.mlp("block_sparse_moe.shared_experts")?),
+            },
+        })
+    }
+}
+
+impl Layer {
+    /// Binds the trunk of layer `i` to the slab that holds `unit`.
+    pub fn bind(config: &Config, i: usize, unit: &Unit, slab: &Arc<Slab>) -> Result<Layer> {
+        let b = Binder { slab, unit, prefix: layer_prefix(i) };
+        let kind = &config.layers[i];
+        Ok(Layer {
+            input_norm: b.vector("input_layernorm.weight")?,
+            post_norm: b.vector("post_attention_layernorm.weight")?,
+            attn_mix: b.mix("self_attention_res")?,
+            ffn_mix: b.mix("mlp_res")?,
+            attention: match kind.attention {
+                Attention::Kda => AttentionWeights::Kda(b.kda(config)?),
+                Attention::Mla => AttentionWeights::Mla(b.mla(config)?),
+            },
+            ffn: match kind.ffn {
+                Ffn::Dense => FfnWeights::Dense(b.mlp("mlp")?),
+                Ffn::Moe => FfnWeights::Moe(b.moe(config)?),
+            },
+        })
+    }
+}
+
+impl Head {
+    /// Binds output mix, norm and head; a tied head is the embedding.
+    pub fn bind(config: &Config, unit: &Unit, slab: &Arc<Slab>) -> Result<Head> {
+        let b = Binder { slab, unit, prefix: MODEL.to_string() };
+        let whole = Binder { slab, unit, prefix: String::new() };
+        Ok(Head {
+            mix: b.mix("output_attn_res")?,
+            norm: b.vector("norm.weight")?,
+            lm_head: whole.weight(if config.tie_word_embeddings { EMBED } else { LM_HEAD })?,
+        })
+    }
+}
+
+/// The three products of a routed expert.
+pub struct Expert {
+    /// Gate `[I,L]`
+    pub w1: Weight,
+    /// Down `[L,I]`
+    pub w2: Weight,
+    /// Up `[I,L]`
+    pub w3: Weight,
+}
+
+impl Expert {
+    /// Binds the six parts that lie in `slab` one after the other.
+    pub fn bind(config: &Config, slab: &Arc<Slab>) -> Result<Expert> {
+        let mut at = [0usize; 6];
+        let mut end = 0;
+        for (start, part) in at.iter_mut().zip(EXPERT_PARTS) {
+            *start = end;
+            end += expert_part_bytes(config, part);
+        }
+        let weight = |packed: usize, part: ExpertPart| {
+            let [rows, half] = expert_part_shape(config, part);
+            Weight::new(slab.clone(), at[packed], rows, 2 * half, Format::Mxfp4 { scale_offset: at[packed + 1] })
+        };
+        Ok(Expert {
+            w1: weight(0, ExpertPart::W1Packed)?,
+            w2: weight(2, ExpertPart::W2Packed)?,
+            w3: weight(4, ExpertPart::W3Packed)?,
+        })
+    }
+}
