@@ -1,0 +1,136 @@
+//! The lanes as two AVX2 registers.
+
+use std::arch::x86_64::*;
+
+use super::{Lanes, Tile};
+
+/// AVX2 with FMA. A value is lanes 0..8 and lanes 8..16.
+pub(in super::super) struct Avx2;
+
+/// Lanes `i + (i+4)`, then `i + (i+2)`, then `i + (i+1)`.
+///
+/// # Safety
+/// The machine has AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum_8(v: __m256) -> f32 {
+    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+}
+
+/// Eight E2M1 values from codes in the low four bits of eight lanes; higher bits are ignored.
+#[inline(always)]
+unsafe fn e2m1_8(codes: __m256i) -> __m256 {
+    // The permute reads three bits: the magnitude. The fourth bit is the sign.
+    let magnitude =
+        _mm256_permutevar8x32_ps(_mm256_loadu_ps(crate::checkpoint::format::E2M1.as_ptr()), codes);
+    let sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes)), _mm256_set1_ps(-0.0));
+    _mm256_or_ps(magnitude, sign)
+}
+
+impl Lanes for Avx2 {
+    type V = (__m256, __m256);
+
+    const TILE: Tile = Tile::Small;
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::V {
+        (_mm256_setzero_ps(), _mm256_setzero_ps())
+    }
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        (_mm256_set1_ps(x), _mm256_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        (_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8)))
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        _mm256_storeu_ps(p, v.0);
+        _mm256_storeu_ps(p.add(8), v.1);
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> Self::V {
+        let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+        let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(16).cast()));
+        (
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+        )
+    }
+    #[inline(always)]
+    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
+        // Lane j of each half looks at word j % 4 of the block; shifts bring nibble 0, 1 | 2, 3 | 4, 5 | 6, 7.
+        let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+        let words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+        (
+            (e2m1_8(words), e2m1_8(_mm256_srli_epi32::<8>(words))),
+            (e2m1_8(_mm256_srli_epi32::<16>(words)), e2m1_8(_mm256_srli_epi32::<24>(words))),
+        )
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        (_mm256_add_ps(a.0, b.0), _mm256_add_ps(a.1, b.1))
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        (_mm256_sub_ps(a.0, b.0), _mm256_sub_ps(a.1, b.1))
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        (_mm256_mul_ps(a.0, b.0), _mm256_mul_ps(a.1, b.1))
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        (_mm256_div_ps(a.0, b.0), _mm256_div_ps(a.1, b.1))
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        (_mm256_fmadd_ps(a.0, b.0, c.0), _mm256_fmadd_ps(a.1, b.1, c.1))
+    }
+    #[inline(always)]
+    unsafe fn clamp(x: Self::V, lo: f32, hi: f32) -> Self::V {
+        // Both return their second operand where either is NaN.
+        let (lo, hi) = (_mm256_set1_ps(lo), _mm256_set1_ps(hi));
+        (_mm256_min_ps(hi, _mm256_max_ps(lo, x.0)), _mm256_min_ps(hi, _mm256_max_ps(lo, x.1)))
+    }
+    #[inline(always)]
+    unsafe fn round(x: Self::V) -> Self::V {
+        (
+            _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x.0),
+            _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x.1),
+        )
+    }
+    #[inline(always)]
+    unsafe fn exp2_int(n: Self::V) -> Self::V {
+        let bias = _mm256_set1_epi32(127);
+        let low = _mm256_add_epi32(_mm256_cvtps_epi32(n.0), bias);
+        let high = _mm256_add_epi32(_mm256_cvtps_epi32(n.1), bias);
+        (
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(low)),
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(high)),
+        )
+    }
+    #[inline(always)]
+    unsafe fn abs(x: Self::V) -> Self::V {
+        let sign = _mm256_set1_ps(-0.0);
+        (_mm256_andnot_ps(sign, x.0), _mm256_andnot_ps(sign, x.1))
+    }
+    #[inline(always)]
+    unsafe fn copysign(x: Self::V, s: Self::V) -> Self::V {
+        let sign = _mm256_set1_ps(-0.0);
+        (
+            _mm256_or_ps(_mm256_andnot_ps(sign, x.0), _mm256_and_ps(sign, s.0)),
+            _mm256_or_ps(_mm256_andnot_ps(sign, x.1), _mm256_and_ps(sign, s.1)),
+        )
+    }
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        sum_8(_mm256_add_ps(v.0, v.1))
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(p.cast());
+    }
+}

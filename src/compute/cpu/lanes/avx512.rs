@@ -1,0 +1,111 @@
+//! The lanes as one AVX-512 register.
+
+use std::arch::x86_64::*;
+
+use super::{Lanes, Tile};
+
+/// AVX-512 F, BW, VL and DQ.
+pub(in super::super) struct Avx512;
+
+#[rustfmt::skip]
+const SHIFTS: [i32; 16] = [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12];
+
+impl Lanes for Avx512 {
+    type V = __m512;
+
+    const TILE: Tile = Tile::Large;
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::V {
+        _mm512_setzero_ps()
+    }
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        _mm512_set1_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        _mm512_loadu_ps(p)
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        _mm512_storeu_ps(p, v);
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> Self::V {
+        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+    }
+    #[inline(always)]
+    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
+        // Lane j looks at word j % 4 of the block and takes its nibble j / 4, or 4 + j / 4; the permute reads
+        // the low four bits of a lane only.
+        let table = _mm512_loadu_ps(crate::checkpoint::format::E2M1.as_ptr());
+        let low = _mm512_loadu_si512(SHIFTS.as_ptr().cast());
+        let high = _mm512_add_epi32(low, _mm512_set1_epi32(16));
+        let words = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
+        (
+            _mm512_permutexvar_ps(_mm512_srlv_epi32(words, low), table),
+            _mm512_permutexvar_ps(_mm512_srlv_epi32(words, high), table),
+        )
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_add_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_sub_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_mul_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_div_ps(a, b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        _mm512_fmadd_ps(a, b, c)
+    }
+    #[inline(always)]
+    unsafe fn clamp(x: Self::V, lo: f32, hi: f32) -> Self::V {
+        // Both return their second operand where either is NaN.
+        _mm512_min_ps(_mm512_set1_ps(hi), _mm512_max_ps(_mm512_set1_ps(lo), x))
+    }
+    #[inline(always)]
+    unsafe fn round(x: Self::V) -> Self::V {
+        _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+    }
+    #[inline(always)]
+    unsafe fn exp2_int(n: Self::V) -> Self::V {
+        let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
+    }
+    #[inline(always)]
+    unsafe fn abs(x: Self::V) -> Self::V {
+        _mm512_abs_ps(x)
+    }
+    #[inline(always)]
+    unsafe fn copysign(x: Self::V, s: Self::V) -> Self::V {
+        _mm512_or_ps(_mm512_abs_ps(x), _mm512_and_ps(s, _mm512_set1_ps(-0.0)))
+    }
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+        super::avx2::sum_8(v)
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        _mm_prefetch::<_MM_HINT_T0>(p.cast());
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V {
+        _mm512_maskz_loadu_ps(((1u32 << n) - 1) as __mmask16, p)
+    }
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: Self::V, n: usize) {
+        _mm512_mask_storeu_ps(p, ((1u32 << n) - 1) as __mmask16, v);
+    }
+}
