@@ -1,1 +1,6 @@
 //! Text to ids, logits to ids, ids to text.
+
+pub mod sampler;
+pub mod stream;
+pub mod tokenizer;
+mod vocab;
