@@ -42,7 +42,12 @@ fn logits_and_greedy_tokens_equal_the_reference() {
                     Ok(())
                 })
                 .unwrap();
-            assert_close(&format!("{set} p{prompt}.logits"), &all, &golden.f32(&format!("p{prompt}.logits")), DEEP);
+            assert_close(
+                &format!("{set} p{prompt}.logits"),
+                &all,
+                &golden.f32(&format!("p{prompt}.logits")),
+                DEEP,
+            );
             let tokens = golden.ids(&format!("p{prompt}.greedy.tokens"));
             let rows = golden.f32(&format!("p{prompt}.greedy.logits"));
             let vocab = model.config().vocab_size;
@@ -192,7 +197,8 @@ fn fed_in_chunks(model: &Arc<Model>, ids: &[u32], chunk: usize) -> (Vec<u32>, Ve
     }
     let mut state = Vec::new();
     for layer in &session.state().layers {
-        let mut take = |t: &Tensor, rows: usize| state.extend(t.host()[..rows * t.cols()].iter().map(|v| v.to_bits()));
+        let mut take =
+            |t: &Tensor, rows: usize| state.extend(t.host()[..rows * t.cols()].iter().map(|v| v.to_bits()));
         match layer {
             LayerState::Kda { now, .. } => {
                 now.conv.iter().for_each(|c| take(c, c.rows()));
@@ -214,7 +220,10 @@ fn c16_any_chunking_gives_the_same_bits() {
         let ids = prompt(70, model.config().vocab_size);
         let stepwise = fed_in_chunks(&model, &ids, 1);
         for chunk in [7, 16, 64, 70] {
-            assert!(stepwise == fed_in_chunks(&model, &ids, chunk), "{set}: chunks of {chunk} give other bits");
+            assert!(
+                stepwise == fed_in_chunks(&model, &ids, chunk),
+                "{set}: chunks of {chunk} give other bits"
+            );
         }
     }
 }

@@ -7,9 +7,9 @@ use trunkline::checkpoint::format::{Data, Matrix};
 use trunkline::compute::cpu::{Isa, math, vector};
 use trunkline::compute::device::{Cpu, Tensor};
 use trunkline::compute::ops::{kda, moe, norm, residual};
+use trunkline::model::Point;
 use trunkline::model::forward::Scratch;
 use trunkline::model::state::State;
-use trunkline::model::Point;
 
 /// The gate of single operations.
 const OP: f64 = 1e-5;
@@ -29,7 +29,8 @@ fn mxfp4_is_bit_exact() {
     for set in SETS {
         let g = Golden::open(set, "ops.safetensors");
         for name in ["sweep", "expert"] {
-            let (packed, scale) = (g.raw(&format!("mxfp4.{name}.packed")), g.raw(&format!("mxfp4.{name}.scale")));
+            let (packed, scale) =
+                (g.raw(&format!("mxfp4.{name}.packed")), g.raw(&format!("mxfp4.{name}.scale")));
             let shape = g.shape(&format!("mxfp4.{name}.packed"));
             let (rows, cols) = (shape[0], shape[1] * 2);
             let m = Matrix { rows, cols, data: Data::Mxfp4 { packed: &packed, scale: &scale } };
@@ -149,8 +150,18 @@ fn residual_mix() {
             let (mut out, mut probs) = <(Tensor, Tensor)>::default();
             let refs: Vec<&Tensor> = sources[..n].iter().collect();
             residual::mix(&cpu(), &refs, &w, g.f32("attn_res.eps")[0], &mut out, &mut probs);
-            assert_close(&format!("{set} attn_res.out{n}"), out.host(), &g.f32(&format!("attn_res.out{n}")), OP);
-            assert_close(&format!("{set} attn_res.probs{n}"), probs.host(), &g.f32(&format!("attn_res.probs{n}")), OP);
+            assert_close(
+                &format!("{set} attn_res.out{n}"),
+                out.host(),
+                &g.f32(&format!("attn_res.out{n}")),
+                OP,
+            );
+            assert_close(
+                &format!("{set} attn_res.probs{n}"),
+                probs.host(),
+                &g.f32(&format!("attn_res.probs{n}")),
+                OP,
+            );
         }
     }
 }
@@ -186,7 +197,9 @@ fn blocks_fed_in_two_parts() {
         let (model, _) = open_golden(set);
         let g = Golden::open(set, "ops.safetensors");
         let h = model.config().hidden_size;
-        for (name, point) in [("kda_block", Point::AttnOut), ("mla_block", Point::AttnOut), ("moe", Point::FfnOut)] {
+        for (name, point) in
+            [("kda_block", Point::AttnOut), ("mla_block", Point::AttnOut), ("moe", Point::FfnOut)]
+        {
             let layer = g.ids(&format!("{name}.layer"))[0] as usize;
             let x = g.f32(&format!("{name}.x"));
             let mut state = State::new(model.config(), 16);

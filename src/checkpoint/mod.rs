@@ -1,3 +1,10 @@
 //! The released files, read in place: configuration, shard index and headers, weight formats.
 
+pub mod config;
+pub mod demo;
+pub mod folder;
 pub mod format;
+mod header;
+mod index;
+pub mod names;
+pub mod shards;

@@ -39,7 +39,8 @@ impl LogitsFile {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let fail = |e| Error::io("cannot write the logits", e).file(path);
         let file = tempfile::Builder::new().prefix(".trunkline-logits-").tempfile_in(folder).map_err(fail)?;
-        let header = json!({"logits": {"dtype": "F32", "shape": [rows, cols], "data_offsets": [0, 4 * rows * cols]}});
+        let header =
+            json!({"logits": {"dtype": "F32", "shape": [rows, cols], "data_offsets": [0, 4 * rows * cols]}});
         // The format aligns the data to 8 bytes by spaces after the header.
         let mut text = header.to_string();
         text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
@@ -80,8 +81,11 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     }
     let context = f.run.context.unwrap_or(ids.len());
     if ids.len() > context {
-        return Err(Error::usage(format!("the text's {} tokens do not fit a context of {context}", ids.len()))
-            .hint("raise --context"));
+        return Err(Error::usage(format!(
+            "the text's {} tokens do not fit a context of {context}",
+            ids.len()
+        ))
+        .hint("raise --context"));
     }
     let loaded = model::open(checkpoint, &f.run, global, context, true, cancel, &progress)?;
     let vocab = loaded.config().vocab_size;
@@ -95,7 +99,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     let mut session = Session::new(loaded.clone());
     let mut sum = 0.0f64;
     let mut done = 0;
-    let result = ids.chunks(f.run.prefill_chunk).try_for_each(|part| {
+    let result: Result<()> = ids.chunks(f.run.prefill_chunk).try_for_each(|part| {
         session.feed_all(part, &mut &progress, &mut |position, logits| {
             if let Some(next) = ids.get(position + 1) {
                 sum -= log_softmax_at(logits, *next);
@@ -107,7 +111,9 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     });
     if let Err(e) = result {
         if global.json && e.kind() != Kind::ClosedPipe {
-            output::json(&json!({"event": "error", "exit": e.kind().exit_code(), "message": e.to_string(), "ids": &ids[..done]}))?;
+            output::json(
+                &json!({"event": "error", "exit": e.kind().exit_code(), "message": e.to_string(), "ids": &ids[..done]}),
+            )?;
         }
         return Err(e);
     }

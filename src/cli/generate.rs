@@ -90,7 +90,8 @@ fn prompt(f: &Flags, checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> 
     if let Some(ids) = &f.ids {
         let vocab = checkpoint.config().vocab_size;
         if let Some(bad) = ids.iter().find(|id| **id as usize >= vocab) {
-            return Err(Error::usage("--ids holds an id outside the vocabulary").expected(format_args!("0 to {}", vocab - 1), bad));
+            return Err(Error::usage("--ids holds an id outside the vocabulary")
+                .expected(format_args!("0 to {}", vocab - 1), bad));
         }
         return Ok(Some(ids.clone()));
     }
@@ -100,7 +101,8 @@ fn prompt(f: &Flags, checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> 
         (None, None) if f.session.as_ref().is_some_and(|s| s.exists()) => return Ok(None),
         (None, None) if f.run.model.model.is_empty() => DEMO_PROMPT.to_string(),
         (None, None) => {
-            return Err(Error::usage("there is no prompt").hint("give --prompt TEXT, --prompt-file FILE or --ids 1,2,3"));
+            return Err(Error::usage("there is no prompt")
+                .hint("give --prompt TEXT, --prompt-file FILE or --ids 1,2,3"));
         }
     };
     let ids = encode(&text)?;
@@ -146,7 +148,8 @@ impl Listener for Printer<'_> {
         if synced.restarted {
             self.progress.say("the session belongs to another prompt: recomputed from the start (a recurrent state cannot be rewound)");
         } else if synced.reused > 0 {
-            self.progress.say(&format!("session: {} positions taken over, {} fed", synced.reused, synced.fed));
+            self.progress
+                .say(&format!("session: {} positions taken over, {} fed", synced.reused, synced.fed));
         }
         self.progress.phase("decoding");
         Ok(())
@@ -154,7 +157,9 @@ impl Listener for Printer<'_> {
 
     fn token(&mut self, id: u32, text: &str) -> Result<()> {
         if self.json {
-            return output::json(&json!({"event": "token", "id": id, "text": if self.ids_only { Value::Null } else { text.into() }}));
+            return output::json(
+                &json!({"event": "token", "id": id, "text": if self.ids_only { Value::Null } else { text.into() }}),
+            );
         }
         let first = std::mem::replace(&mut self.first, false);
         self.progress.suspend(|| match self.ids_only {
@@ -165,7 +170,11 @@ impl Listener for Printer<'_> {
 
     fn whole_step(&mut self, session: &Session, pending: Option<u32>) -> Result<()> {
         // Prefill chunks are long and few: each is saved. Tokens are saved by the clock.
-        if self.prefilling || self.saved.elapsed() >= self.save_every { self.save(session, pending) } else { Ok(()) }
+        if self.prefilling || self.saved.elapsed() >= self.save_every {
+            self.save(session, pending)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -197,8 +206,11 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     };
     if let Some(ids) = &given {
         if ids.len() > context {
-            return Err(Error::usage(format!("the prompt's {} tokens do not fit a context of {context}", ids.len()))
-                .hint("raise --context"));
+            return Err(Error::usage(format!(
+                "the prompt's {} tokens do not fit a context of {context}",
+                ids.len()
+            ))
+            .hint("raise --context"));
         }
     }
     let stop_ids = match f.ignore_eos {
@@ -292,9 +304,10 @@ fn failed(e: Error, global: &Global, outcome: &Outcome, f: &Flags, progress: &Pr
         progress.say(&format!("stopped after {} generated tokens", outcome.ids.len()));
     }
     Ok(match &f.session {
-        Some(path) if e.hint_text().is_none() && e.kind() != Kind::ClosedPipe => {
-            e.hint(format!("the session is kept: the same command with --session {} goes on from it", path.display()))
-        }
+        Some(path) if e.hint_text().is_none() && e.kind() != Kind::ClosedPipe => e.hint(format!(
+            "the session is kept: the same command with --session {} goes on from it",
+            path.display()
+        )),
         _ => e,
     })
 }

@@ -30,7 +30,9 @@ pub fn interruptible() -> Result<Arc<AtomicBool>> {
 /// Opens the checkpoint that was named, or the embedded demo.
 pub fn checkpoint(flags: &ModelFlags, progress: &Progress) -> Result<Arc<Checkpoint>> {
     if flags.model.is_empty() {
-        progress.say("no --model: running the embedded demo checkpoint (small, synthetic weights: its text is noise)");
+        progress.say(
+            "no --model: running the embedded demo checkpoint (small, synthetic weights: its text is noise)",
+        );
         return Ok(Arc::new(demo::open()?));
     }
     progress.phase("opening");
@@ -63,8 +65,9 @@ pub fn no_tokenizer(checkpoint: &Checkpoint) -> Error {
 pub fn stop_ids(checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     let mut ids = vec![checkpoint.config().eos_token_id];
     if let Some(file) = &checkpoint.tokenizer_files()?.generation_config {
-        let value: Value = serde_json::from_slice(file.bytes())
-            .map_err(|e| Error::refused("cannot read the generation configuration").file(&file.path).cause(e))?;
+        let value: Value = serde_json::from_slice(file.bytes()).map_err(|e| {
+            Error::refused("cannot read the generation configuration").file(&file.path).cause(e)
+        })?;
         let eos = &value["eos_token_id"];
         let listed = eos.as_array().map_or(std::slice::from_ref(eos), Vec::as_slice);
         for id in listed.iter().filter(|v| !v.is_null()) {
@@ -104,7 +107,9 @@ pub fn open(
     let budget = match (flags.ram, memory) {
         (Some(ram), _) => ram,
         (None, Some(m)) => m.available.saturating_sub(MARGIN.max(m.available / 10)),
-        (None, None) => return Err(Error::machine("cannot find out how much memory is free").hint("give --ram SIZE")),
+        (None, None) => {
+            return Err(Error::machine("cannot find out how much memory is free").hint("give --ram SIZE"));
+        }
     };
     let model = Model::open(
         checkpoint,

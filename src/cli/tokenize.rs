@@ -41,7 +41,8 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     };
     let progress = Progress::start(global.quiet);
     let checkpoint = model::checkpoint(&f.model, &progress)?;
-    let tokenizer = model::tokenizer(&checkpoint)?.ok_or_else(|| model::no_tokenizer(&checkpoint).hint("name a checkpoint that has one"))?;
+    let tokenizer = model::tokenizer(&checkpoint)?
+        .ok_or_else(|| model::no_tokenizer(&checkpoint).hint("name a checkpoint that has one"))?;
     drop(progress);
     let ids = match (&text, &f.ids) {
         (Some(t), _) => tokenizer.encode(t, f.special)?,

@@ -127,7 +127,9 @@ impl ExpertStore {
                 let (e, slab) = loop {
                     match arrived.recv_timeout(Duration::from_millis(50)) {
                         Ok(result) => break result?,
-                        Err(RecvTimeoutError::Timeout) if self.cancelled() => return Err(Error::interrupted()),
+                        Err(RecvTimeoutError::Timeout) if self.cancelled() => {
+                            return Err(Error::interrupted());
+                        }
                         Err(RecvTimeoutError::Timeout) => {}
                         Err(RecvTimeoutError::Disconnected) => {
                             return Err(Error::run("a reader thread ended early"));

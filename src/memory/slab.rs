@@ -32,8 +32,7 @@ impl Slab {
         let fail = |cause: &dyn std::fmt::Display| {
             Error::machine(format!("cannot allocate {len} bytes of memory")).cause(cause)
         };
-        let bytes =
-            len.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| fail(&"the size overflows"))?;
+        let bytes = len.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| fail(&"the size overflows"))?;
         // SAFETY: an anonymous private mapping at an address of the kernel's choosing touches no memory of ours.
         let at = unsafe {
             mmap_anonymous(

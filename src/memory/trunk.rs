@@ -201,7 +201,8 @@ impl Trunk {
             if let Some(slab) = cell.get() {
                 return Ok(slab.clone());
             }
-            let bytes = usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
+            let bytes =
+                usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
             let mut slab = Slab::new(bytes)?;
             self.shared.read(self.unit(i), &mut slab)?;
             return Ok(cell.get_or_init(|| Arc::new(slab)).clone());

@@ -3,9 +3,9 @@
 use super::state::{LayerState, State};
 use super::weights::{AttentionWeights, Expert, FfnWeights, Gate, Kda, Layer, Mla, Mlp, Moe, Query};
 use super::{Model, Observer, Point};
+use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor};
 use crate::compute::ops::{kda, matmul::*, mla, moe, norm, residual};
-use crate::compute::cpu::vector;
 use crate::error::{Error, Kind, Result};
 use crate::model::state::{KdaState, MlaCache};
 
@@ -97,8 +97,11 @@ impl Model {
     ) -> Result<&'s Tensor> {
         let end = state.len() + ids.len();
         if end > state.capacity() {
-            return Err(Error::usage(format!("{end} positions do not fit the planned context of {}", state.capacity()))
-                .hint("raise --context"));
+            return Err(Error::usage(format!(
+                "{end} positions do not fit the planned context of {}",
+                state.capacity()
+            ))
+            .hint("raise --context"));
         }
         let pass = self.next_pass();
         self.cpu.run(|| self.layers(state, s, ids, want, pass, seen))?;
@@ -151,7 +154,9 @@ impl Model {
             add(&mut s.prefix, &s.out);
             seen.tensor(Point::Out, i, &s.prefix);
             if !vector::all_finite(s.prefix.host()) {
-                return Err(Error::new(Kind::NonFinite, "a hidden value is not finite").layer(i).position(pos));
+                return Err(Error::new(Kind::NonFinite, "a hidden value is not finite")
+                    .layer(i)
+                    .position(pos));
             }
             self.counters.ram_bytes.add(self.trunk.unit(i).bytes());
         }

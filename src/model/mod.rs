@@ -57,7 +57,7 @@ pub enum Point {
 }
 
 /// Watches a pass. Every method has a default that does nothing.
-pub trait Observer {
+pub trait Observer: Send {
     /// Layer `i` of `n` begins; `i == n` is the output head.
     fn layer(&mut self, _i: usize, _n: usize) {}
     /// A tensor of layer `i` was computed.
@@ -108,8 +108,13 @@ impl Embedding {
         let mut raw = vec![0u8; 2 * self.hidden];
         let path = &self.checkpoint.shards()[usize::from(self.table.shard)].path;
         let at = self.table.offset + u64::from(id) * self.row_bytes();
-        crate::memory::read::read_exact_at(self.checkpoint.reader(self.table.shard).as_ref(), path, &mut raw, at)
-            .map_err(|e| e.tensor(weights::EMBED))?;
+        crate::memory::read::read_exact_at(
+            self.checkpoint.reader(self.table.shard).as_ref(),
+            path,
+            &mut raw,
+            at,
+        )
+        .map_err(|e| e.tensor(names::EMBED))?;
         for (o, b) in out.iter_mut().zip(raw.chunks_exact(2)) {
             *o = bf16::from_le_bytes([b[0], b[1]]).to_f32();
         }
@@ -167,7 +172,7 @@ impl Model {
         let head: Vec<String> = names::model_tensors(config)
             .into_iter()
             .map(|t| t.name)
-            .filter(|n| n != weights::EMBED || config.tie_word_embeddings)
+            .filter(|n| n != names::EMBED || config.tie_word_embeddings)
             .collect();
         units.push(Unit::new(&checkpoint, &head)?);
         let moe_layers =
@@ -195,15 +200,13 @@ impl Model {
                 .map_err(|e| Error::machine("cannot start the reader threads").cause(e))?,
         );
         let embedding = Embedding {
-            table: checkpoint.tensor(weights::EMBED)?.clone(),
+            table: checkpoint.tensor(names::EMBED)?.clone(),
             vocab: config.vocab_size,
             hidden: config.hidden_size,
             checkpoint: checkpoint.clone(),
         };
-        let bound = Bound {
-            layers: config.layers.iter().map(|_| OnceLock::new()).collect(),
-            head: OnceLock::new(),
-        };
+        let bound =
+            Bound { layers: config.layers.iter().map(|_| OnceLock::new()).collect(), head: OnceLock::new() };
         Ok(Model {
             cpu: Cpu::new(options.threads)?,
             experts: ExpertStore::new(

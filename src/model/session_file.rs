@@ -66,7 +66,12 @@ pub fn save(session: &Session, more: &Continuation, path: &Path) -> Result<()> {
     let tokens = session.tokens();
     let mut views = vec![
         ("tokens".to_string(), Dtype::U32, vec![tokens.len()], bytemuck::cast_slice(tokens)),
-        ("logits".to_string(), Dtype::F32, vec![session.logits().len()], bytemuck::cast_slice(session.logits())),
+        (
+            "logits".to_string(),
+            Dtype::F32,
+            vec![session.logits().len()],
+            bytemuck::cast_slice(session.logits()),
+        ),
     ];
     for (name, t, rows) in tensors(state) {
         let values = &t.host()[..rows * t.cols()];
@@ -115,16 +120,25 @@ pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Cont
     read_exact_at(&file, path, &mut length, 0)?;
     let header = u64::from_le_bytes(length);
     if header > MAX_HEADER || header > size - 8 {
-        return Err(refuse("its header does not fit the file").expected(format_args!("at most {}", size - 8), header));
+        return Err(
+            refuse("its header does not fit the file").expected(format_args!("at most {}", size - 8), header)
+        );
     }
     let mut start = vec![0u8; 8 + header as usize];
     read_exact_at(&file, path, &mut start, 0)?;
-    let (_, meta) = safetensors::SafeTensors::read_metadata(&start)
-        .map_err(|e| refuse("its header cannot be read").cause(e))?;
+    let meta: safetensors::tensor::Metadata =
+        serde_json::from_slice(&start[8..]).map_err(|e| refuse("its header cannot be read").cause(e))?;
+    let end = (meta.data_len() as u64).saturating_add(8 + header);
+    if end != size {
+        return Err(
+            refuse("it is not as long as its header says").expected(format_args!("{end} bytes"), size)
+        );
+    }
     let entries = meta.metadata().clone().unwrap_or_default();
     let entry = |key: &str| entries.get(key).map(String::as_str).unwrap_or_default();
     if entry("trunkline.session") != VERSION {
-        return Err(refuse("it has another format version").expected(VERSION, format_args!("{:?}", entry("trunkline.session"))));
+        return Err(refuse("it has another format version")
+            .expected(VERSION, format_args!("{:?}", entry("trunkline.session"))));
     }
     let own = hex(&model.checkpoint().fingerprint()?);
     if entry("fingerprint") != own {
@@ -160,14 +174,17 @@ pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Cont
     };
     let mut raw = Vec::new();
     let len = read("tokens", Dtype::U32, None, &mut raw)?;
-    let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&raw);
+    let tokens: Vec<u32> = bytemuck::allocation::pod_collect_to_vec(&raw);
     if len > model.context() {
-        return Err(Error::usage(format!("the session's {len} positions do not fit the planned context of {}", model.context()))
-            .file(path)
-            .hint(format!("raise --context to more than {len}")));
+        return Err(Error::usage(format!(
+            "the session's {len} positions do not fit the planned context of {}",
+            model.context()
+        ))
+        .file(path)
+        .hint(format!("raise --context to more than {len}")));
     }
     read("logits", Dtype::F32, None, &mut raw)?;
-    let last: Vec<f32> = bytemuck::pod_collect_to_vec(&raw);
+    let last: Vec<f32> = bytemuck::allocation::pod_collect_to_vec(&raw);
     if last.len() != model.config().vocab_size && !(last.is_empty() && len == 0) {
         return Err(refuse("its logits have another length").expected(model.config().vocab_size, last.len()));
     }
@@ -200,7 +217,9 @@ pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Cont
     if entry("digest") != hex(&digest.finalize()) {
         return Err(refuse("its contents do not match their digest"));
     }
-    let number = |key: &str| entry(key).parse::<usize>().map_err(|e| refuse("its metadata is damaged").key(key).cause(e));
+    let number = |key: &str| {
+        entry(key).parse::<usize>().map_err(|e| refuse("its metadata is damaged").key(key).cause(e))
+    };
     let more = Continuation {
         prompt_tokens: number("prompt_tokens")?,
         sampler: entry("sampler").to_string(),

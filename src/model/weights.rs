@@ -1,8 +1,8 @@
 //! From names to tensors: what a layer's slab holds.
 
 use crate::checkpoint::config::{Attention, Config, Ffn};
+use crate::checkpoint::names::{DType, EMBED, LM_HEAD, layer_prefix};
 use crate::checkpoint::names::{EXPERT_PARTS, ExpertPart, expert_part_bytes, expert_part_shape};
-use crate::checkpoint::names::{DType, layer_prefix};
 use crate::compute::device::{Format, Tensor, Weight};
 use crate::error::{Error, Result};
 use crate::memory::slab::Slab;
@@ -11,10 +11,6 @@ use std::sync::Arc;
 
 /// Prefix of the model-level tensors.
 pub const MODEL: &str = "language_model.model.";
-/// The input embedding `[V,H]`.
-pub const EMBED: &str = "language_model.model.embed_tokens.weight";
-/// The output head `[V,H]`; absent when tied to the embedding.
-pub const LM_HEAD: &str = "language_model.lm_head.weight";
 
 /// Gate, up and down of a SiTU-GLU.
 pub struct Mlp {
@@ -148,10 +144,9 @@ struct Binder<'a> {
 impl Binder<'_> {
     fn weight(&self, name: &str) -> Result<Weight> {
         let full = format!("{}{name}", self.prefix);
-        let (at, t) = self
-            .unit
-            .find(&full)
-            .ok_or_else(|| Error::refused("a tensor the configuration implies was not bound").tensor(&full))?;
+        let (at, t) = self.unit.find(&full).ok_or_else(|| {
+            Error::refused("a tensor the configuration implies was not bound").tensor(&full)
+        })?;
         let format = match t.dtype {
             DType::F32 => Format::F32,
             DType::Bf16 => Format::Bf16,
@@ -164,7 +159,9 @@ impl Binder<'_> {
             [n] => (1, *n),
             [r, c] | [r, 1, c] => (*r, *c),
             other => {
-                return Err(Error::refused("unexpected shape").tensor(full).expected("[n] or [n, m]", format_args!("{other:?}")));
+                return Err(Error::refused("unexpected shape")
+                    .tensor(full)
+                    .expected("[n] or [n, m]", format_args!("{other:?}")));
             }
         };
         Weight::new(self.slab.clone(), at, rows, cols, format).map_err(|e| e.tensor(full))
@@ -350,7 +347,13 @@ impl Expert {
         }
         let weight = |packed: usize, part: ExpertPart| {
             let [rows, half] = expert_part_shape(config, part);
-            Weight::new(slab.clone(), at[packed], rows, 2 * half, Format::Mxfp4 { scale_offset: at[packed + 1] })
+            Weight::new(
+                slab.clone(),
+                at[packed],
+                rows,
+                2 * half,
+                Format::Mxfp4 { scale_offset: at[packed + 1] },
+            )
         };
         Ok(Expert {
             w1: weight(0, ExpertPart::W1Packed)?,

@@ -132,7 +132,8 @@ fn decode(
         };
         outcome.ids.push(id);
         let stopped = request.stop_ids.contains(&id);
-        let full = outcome.ids.len() == request.max_tokens || request.prompt.len() + outcome.ids.len() > context;
+        let full =
+            outcome.ids.len() == request.max_tokens || request.prompt.len() + outcome.ids.len() > context;
         let mut text = String::new();
         let mut matched = false;
         if let Some(tokenizer) = tokenizer {

@@ -9,3 +9,5 @@ pub mod math;
 pub mod matmul;
 pub mod simd;
 pub mod vector;
+
+pub use simd::Isa;

@@ -25,7 +25,15 @@ pub struct Shape {
 /// Writes the cache rows of a pass: `latent[pos+t] = RMSNorm(c[t,..R]; w, eps)`, `rope[pos+t] = c[t,R..]`.
 ///
 /// c `[T,R+rope]`, w `[1,R]`, latent `[capacity,R]`, rope `[capacity,rope]`; the rows must exist.
-pub fn append(dev: &Cpu, c: &Tensor, w: &Tensor, eps: f32, pos: usize, latent: &mut Tensor, rope: &mut Tensor) {
+pub fn append(
+    dev: &Cpu,
+    c: &Tensor,
+    w: &Tensor,
+    eps: f32,
+    pos: usize,
+    latent: &mut Tensor,
+    rope: &mut Tensor,
+) {
     let rank = w.cols();
     for t in 0..c.rows() {
         let (lat, shared) = c.row(t).split_at(rank);

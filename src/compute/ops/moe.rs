@@ -45,9 +45,7 @@ pub fn route(dev: &Cpu, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut
         }
         order.clear();
         order.extend(0..experts as u32);
-        let better = |a: &u32, b: &u32| {
-            biased[*b as usize].total_cmp(&biased[*a as usize]).then(a.cmp(b))
-        };
+        let better = |a: &u32, b: &u32| biased[*b as usize].total_cmp(&biased[*a as usize]).then(a.cmp(b));
         if r.chosen < experts {
             order.select_nth_unstable_by(r.chosen - 1, better);
             order.truncate(r.chosen);
