@@ -403,7 +403,7 @@ fn split_runs(text: &str) -> Vec<&str> {
 }
 
 /// Whitespace as the release counts it: Unicode's and the four information separators.
-fn is_space(c: char) -> bool {
+pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1C}'..='\u{1F}').contains(&c)
 }
 
