@@ -407,6 +407,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
         #[test]
         fn the_json_crate_agrees(text in "[\\[\\]{}:,\"\\\\a-e0-9.\\-+ eE\\ntrufalsn]{0,24}") {
             match (Json::parse(&text), serde_json::from_str::<serde_json::Value>(&text)) {

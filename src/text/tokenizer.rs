@@ -412,6 +412,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_tokenizer_is_shared_between_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Tokenizer>();
+    }
+
+    #[test]
     fn cuts_fall_where_the_release_puts_them() {
         let lengths = |text: &str| -> Vec<usize> {
             let parts = split_runs(text);
