@@ -403,13 +403,19 @@ fn split_runs(text: &str) -> Vec<&str> {
 }
 
 /// Whitespace as the release counts it: Unicode's and the four information separators.
-fn is_space(c: char) -> bool {
+pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1C}'..='\u{1F}').contains(&c)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tokenizer_is_shared_between_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Tokenizer>();
+    }
 
     #[test]
     fn cuts_fall_where_the_release_puts_them() {
