@@ -1,4 +1,5 @@
 use super::*;
+use crate::checkpoint::format::MXFP4_GROUP;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
