@@ -40,7 +40,7 @@ impl Lanes for Avx512 {
         // nibbles there without a shift, on the load ports instead of the multipliers'.
         let table = _mm512_loadu_ps(E2M1.as_ptr());
         let words = _mm512_loadu_si512(p.add(I / 2).cast());
-        let codes = if I % 2 == 0 { words } else { _mm512_srli_epi32::<4>(words) };
+        let codes = if I.is_multiple_of(2) { words } else { _mm512_srli_epi32::<4>(words) };
         _mm512_permutexvar_ps(codes, table)
     }
     #[inline(always)]

@@ -184,9 +184,13 @@ impl Format for Mxfp4 {
             };
             let x = o.x.add(step * GROUP);
             if N == 1 {
+                // The rows of a tile are shorter than the way to memory, so fetch the next tile: in the order of
+                // its addresses, which the hardware's own prefetch follows.
+                let ahead = o.w.wrapping_add(R * o.w_stride + step * R * GROUP_BYTES);
                 for r in 0..R {
-                    L::prefetch(w.wrapping_add(r * w_stride + PREFETCH_BYTES));
+                    L::prefetch(ahead.wrapping_add(r * GROUP_BYTES));
                 }
+                L::prefetch(o.scale.wrapping_add(R * o.scale_stride + step * R * GROUP_SCALES));
             }
             let mut part = [[L::zero(); N]; R];
             nibbles::<L, R, N, 0>(o, w, w_stride, x, &mut part);
