@@ -16,6 +16,10 @@ pub(super) use portable::Portable;
 
 /// Lanes of a value.
 pub(super) const LANES: usize = 16;
+/// Columns of an MXFP4 group: four blocks, one 32-bit word of eight codes a lane.
+pub(super) const GROUP: usize = 8 * LANES;
+/// Bytes of the codes of a group.
+pub(super) const GROUP_BYTES: usize = GROUP / 2;
 
 /// A kernel body, compiled once for each instruction set by [`super::simd::Isa::run`].
 pub(super) trait Kernel {
@@ -49,9 +53,11 @@ pub(super) trait Lanes {
     unsafe fn store(p: *mut f32, v: Self::V);
     /// Widens 16 bf16 values (32 bytes) exactly.
     unsafe fn load_bf16(p: *const u8) -> Self::V;
-    /// The E2M1 values of one MXFP4 block of 16 bytes, unscaled, in the order of [`block_lane`]:
-    /// lanes 0..16 and lanes 16..32.
-    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V);
+    /// The unscaled E2M1 values of nibble I (0..8) of the sixteen 32-bit words of an MXFP4 group: lane `l` holds
+    /// column `8l + I`. Reads up to `GROUP_BYTES + 3` bytes.
+    unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V;
+    /// The four scales of an MXFP4 group from their bytes, which are not 255: lane `l` holds scale `l / 4`.
+    unsafe fn load_scales(p: *const u8) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
@@ -101,10 +107,4 @@ pub(super) enum Tile {
     Large,
     /// 16 registers of 8 lanes, or 32 of 4.
     Small,
-}
-
-/// The lane (0..32) in which column `c` (0..32) of an MXFP4 block is held: the block seen as `[4][8]`,
-/// transposed. Then one shift of whole 32-bit words brings sixteen codes to the low bits of sixteen lanes.
-pub(super) const fn block_lane(c: usize) -> usize {
-    c % 8 * 4 + c / 8
 }

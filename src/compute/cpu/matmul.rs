@@ -2,10 +2,10 @@
 //!
 //! # Order of a sum
 //! Each `y[t, r]` has one accumulator of sixteen lanes, walked through the columns in ascending order and
-//! summed by halves at the end. F32 and BF16: lane `c % 16` takes column `c`. MXFP4: for each block of 32
-//! columns `p = w₁·x₁ + w₂·x₂` over the unscaled E2M1 values, then `sum += p · scale`, in the lane order of
-//! `block_lane`. So the bits depend neither on how many tokens or rows share the call, nor on threads, nor
-//! on the tiling.
+//! summed by halves at the end. F32 and BF16: lane `c % 16` takes column `c`. MXFP4: in each group of
+//! 128 columns lane `l` takes columns `8l..8l+8`, all of one scale: it sums the products of the unscaled E2M1
+//! values, multiplies once by the scale and adds to the accumulator. So the bits depend neither on how many
+//! tokens or rows share the call, nor on threads, nor on the tiling.
 
 mod drive;
 mod tile;
@@ -15,17 +15,15 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use self::drive::Rows;
-use super::lanes::{LANES, block_lane};
+use self::drive::{PANEL_ROWS, Rows};
+use super::lanes::{GROUP, LANES};
 use super::simd::Isa;
-use crate::checkpoint::format::{Data, MXFP4_GROUP, Matrix};
+use crate::checkpoint::format::{Data, Matrix};
 
 /// Multiply-adds below which a product is not worth handing to other threads.
 const SERIAL_WORK: usize = 1 << 17;
 /// Multiply-adds that one task should have at least.
 const TASK_WORK: usize = 1 << 17;
-/// Rows of a task are a multiple of this, so that only the last has odd rows.
-const TASK_ROWS: usize = 32;
 
 /// `y = x·Wᵀ`, with x `[T, cols]` and y `[T, rows]`, in parallel over rows on the current rayon pool.
 ///
@@ -40,7 +38,7 @@ pub fn matmul(isa: Isa, x: &[f32], w: &Matrix<'_>, y: &mut [f32]) {
     }
     // Four tasks a thread even out what a busy core falls behind; more only cost.
     let tasks = (work / TASK_WORK).clamp(1, 4 * threads);
-    let per_task = w.rows.div_ceil(tasks).next_multiple_of(TASK_ROWS);
+    let per_task = w.rows.div_ceil(tasks).next_multiple_of(PANEL_ROWS);
     (0..w.rows.div_ceil(per_task)).into_par_iter().with_max_len(1).for_each(|task| {
         let start = task * per_task;
         product.rows(start..w.rows.min(start + per_task));
@@ -96,7 +94,7 @@ impl<'a> Product<'a> {
         let needed = if tokens == 0 { 0 } else { (tokens - 1) * y_stride + w.rows };
         assert!(y.len() >= needed && (y_stride != w.rows || y.len() == needed), "y is not [T, rows]");
         let (x, x_stride) = match w.data {
-            Data::Mxfp4 { .. } => (Cow::Owned(arrange(x)), w.cols),
+            Data::Mxfp4 { .. } => (Cow::Owned(transpose_groups(x, w.cols)), w.cols.next_multiple_of(GROUP)),
             _ if w.cols.is_multiple_of(LANES) => (Cow::Borrowed(x), w.cols),
             _ => (Cow::Owned(pad(x, w.cols)), w.cols.next_multiple_of(LANES)),
         };
@@ -130,12 +128,21 @@ fn pad(x: &[f32], cols: usize) -> Vec<f32> {
     out
 }
 
-/// Each 32 values of x in the lane order of an MXFP4 block.
-fn arrange(x: &[f32]) -> Vec<f32> {
-    let mut out = vec![0.0; x.len()];
-    for (to, from) in out.chunks_exact_mut(MXFP4_GROUP).zip(x.chunks_exact(MXFP4_GROUP)) {
-        for (c, value) in from.iter().enumerate() {
-            to[block_lane(c)] = *value;
+/// Each row of x `[T, cols]` padded with zeros to whole groups, and each group, as `[16][8]`, transposed: the
+/// sixteen values that meet nibble `i` of the sixteen words of a group lie together.
+fn transpose_groups(x: &[f32], cols: usize) -> Vec<f32> {
+    if cols == 0 {
+        return Vec::new();
+    }
+    let stride = cols.next_multiple_of(GROUP);
+    let mut out = vec![0.0; x.len() / cols * stride];
+    for (to, from) in out.chunks_exact_mut(stride).zip(x.chunks_exact(cols)) {
+        for (to, from) in to.chunks_exact_mut(GROUP).zip(from.chunks(GROUP)) {
+            for (lane, word) in from.chunks_exact(8).enumerate() {
+                for (i, value) in word.iter().enumerate() {
+                    to[i * LANES + lane] = *value;
+                }
+            }
         }
     }
     out

@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{Lanes, Tile};
+use crate::checkpoint::format::E2M1;
 
 /// AVX2 with FMA. A value is lanes 0..8 and lanes 8..16.
 pub(in super::super) struct Avx2;
@@ -18,14 +19,25 @@ pub(super) unsafe fn sum_8(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Eight E2M1 values from codes in the low four bits of eight lanes; higher bits are ignored.
+/// The E2M1 values of nibble I of eight words.
 #[inline(always)]
-unsafe fn e2m1_8(codes: __m256i) -> __m256 {
-    // The permute reads three bits: the magnitude. The fourth bit is the sign.
+unsafe fn e2m1_8<const I: usize>(words: __m256i) -> __m256 {
+    // The permute reads the low three bits of a lane: the magnitude. The fourth bit is the sign.
+    let table = _mm256_loadu_ps(E2M1.as_ptr());
     let magnitude =
-        _mm256_permutevar8x32_ps(_mm256_loadu_ps(crate::checkpoint::format::E2M1.as_ptr()), codes);
-    let sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes)), _mm256_set1_ps(-0.0));
-    _mm256_or_ps(magnitude, sign)
+        _mm256_permutevar8x32_ps(table, _mm256_srlv_epi32(words, _mm256_set1_epi32(4 * I as i32)));
+    let sign = _mm256_sllv_epi32(words, _mm256_set1_epi32(28 - 4 * I as i32));
+    _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_castsi256_ps(sign), _mm256_set1_ps(-0.0)))
+}
+
+/// Two scales of four lanes each, from the bytes at bits `from` and `from + 8`.
+#[inline(always)]
+unsafe fn scales_8(bytes: i32, from: i32) -> __m256 {
+    let at = _mm256_setr_epi32(from, from, from, from, from + 8, from + 8, from + 8, from + 8);
+    let bits = _mm256_slli_epi32::<23>(_mm256_srlv_epi32(_mm256_set1_epi32(bytes), at));
+    let bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f80_0000));
+    // Byte 0 is the subnormal 2^-127.
+    _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x0040_0000)))
 }
 
 impl Lanes for Avx2 {
@@ -60,14 +72,13 @@ impl Lanes for Avx2 {
         )
     }
     #[inline(always)]
-    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
-        // Lane j of each half looks at word j % 4 of the block; shifts bring nibble 0, 1 | 2, 3 | 4, 5 | 6, 7.
-        let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
-        let words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-        (
-            (e2m1_8(words), e2m1_8(_mm256_srli_epi32::<8>(words))),
-            (e2m1_8(_mm256_srli_epi32::<16>(words)), e2m1_8(_mm256_srli_epi32::<24>(words))),
-        )
+    unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V {
+        (e2m1_8::<I>(_mm256_loadu_si256(p.cast())), e2m1_8::<I>(_mm256_loadu_si256(p.add(32).cast())))
+    }
+    #[inline(always)]
+    unsafe fn load_scales(p: *const u8) -> Self::V {
+        let bytes = p.cast::<i32>().read_unaligned();
+        (scales_8(bytes, 0), scales_8(bytes, 16))
     }
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {

@@ -3,12 +3,10 @@
 use std::arch::x86_64::*;
 
 use super::{Lanes, Tile};
+use crate::checkpoint::format::E2M1;
 
 /// AVX-512 F, BW, VL and DQ.
 pub(in super::super) struct Avx512;
-
-#[rustfmt::skip]
-const SHIFTS: [i32; 16] = [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12];
 
 impl Lanes for Avx512 {
     type V = __m512;
@@ -37,17 +35,21 @@ impl Lanes for Avx512 {
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
     }
     #[inline(always)]
-    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
-        // Lane j looks at word j % 4 of the block and takes its nibble j / 4, or 4 + j / 4; the permute reads
-        // the low four bits of a lane only.
-        let table = _mm512_loadu_ps(crate::checkpoint::format::E2M1.as_ptr());
-        let low = _mm512_loadu_si512(SHIFTS.as_ptr().cast());
-        let high = _mm512_add_epi32(low, _mm512_set1_epi32(16));
-        let words = _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast()));
-        (
-            _mm512_permutexvar_ps(_mm512_srlv_epi32(words, low), table),
-            _mm512_permutexvar_ps(_mm512_srlv_epi32(words, high), table),
-        )
+    unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V {
+        // The permute reads the low four bits of each lane. Loading from byte I / 2 on brings the pair of
+        // nibbles there without a shift, on the load ports instead of the multipliers'.
+        let table = _mm512_loadu_ps(E2M1.as_ptr());
+        let words = _mm512_loadu_si512(p.add(I / 2).cast());
+        let codes = if I.is_multiple_of(2) { words } else { _mm512_srli_epi32::<4>(words) };
+        _mm512_permutexvar_ps(codes, table)
+    }
+    #[inline(always)]
+    unsafe fn load_scales(p: *const u8) -> Self::V {
+        // Rotates byte l / 4 to the exponent; byte 0 is the subnormal 2^-127.
+        let bytes = _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+        let turns = _mm512_setr_epi32(23, 23, 23, 23, 15, 15, 15, 15, 7, 7, 7, 7, 31, 31, 31, 31);
+        let bits = _mm512_and_si512(_mm512_rolv_epi32(bytes, turns), _mm512_set1_epi32(0x7f80_0000));
+        _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x0040_0000)))
     }
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {

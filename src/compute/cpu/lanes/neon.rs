@@ -3,6 +3,7 @@
 use std::arch::aarch64::*;
 
 use super::{Lanes, Tile};
+use crate::checkpoint::format::e8m0;
 
 /// 64-bit Arm. A value is four quarters of four lanes.
 pub(in super::super) struct Neon;
@@ -43,19 +44,21 @@ impl Lanes for Neon {
         quarters!(i => vreinterpretq_f32_u32(vshll_n_u16::<16>(vreinterpret_u16_u8(vld1_u8(p.add(8 * i))))))
     }
     #[inline(always)]
-    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
-        // Word j of the block holds the codes of columns 8j..8j+8, so shifting the four words right by 4i
-        // brings column 8j + i to lane j. An E2M1 code of exponent e and mantissa m is 0.m, then 2^(e-1)·1.m:
-        // read as the top bits of an f32 it is that value times 2^-126, the subnormal included.
-        let words = vreinterpretq_u32_u8(vld1q_u8(p));
-        let value = |i: i32| {
-            let code = vshlq_u32(words, vdupq_n_s32(-4 * i));
+    unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V {
+        // A code of exponent e and mantissa m is 0.m/2, then 2^(e-1)·1.m: read as the top bits of an f32 it is
+        // that value times 2^-126, the subnormal included.
+        quarters!(i => {
+            let words = vreinterpretq_u32_u8(vld1q_u8(p.add(16 * i)));
+            let code = vshlq_u32(words, vdupq_n_s32(-4 * I as i32));
             let magnitude = vshlq_n_u32::<22>(vandq_u32(code, vdupq_n_u32(7)));
             let sign = vandq_u32(vshlq_n_u32::<28>(code), vdupq_n_u32(1 << 31));
             let value = vmulq_f32(vreinterpretq_f32_u32(magnitude), vdupq_n_f32(f32::from_bits(0x7e80_0000)));
             vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(value), sign))
-        };
-        ([value(0), value(1), value(2), value(3)], [value(4), value(5), value(6), value(7)])
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_scales(p: *const u8) -> Self::V {
+        quarters!(i => vdupq_n_f32(e8m0(*p.add(i))))
     }
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {

@@ -1,7 +1,7 @@
 //! The lanes in plain Rust.
 
-use super::{LANES, Lanes, Tile, block_lane};
-use crate::checkpoint::format::E2M1;
+use super::{LANES, Lanes, Tile};
+use crate::checkpoint::format::{E2M1, e8m0};
 
 /// Plain Rust, left to the compiler to vectorise. A multiply-add rounds twice.
 pub(in super::super) struct Portable;
@@ -43,14 +43,14 @@ impl Lanes for Portable {
         each!(i => f32::from_bits(u32::from(u16::from_le_bytes(b[i])) << 16))
     }
     #[inline(always)]
-    unsafe fn load_e2m1(p: *const u8) -> (Self::V, Self::V) {
-        let b = p.cast::<[u8; 16]>().read_unaligned();
-        let mut out = [0.0f32; 2 * LANES];
-        for (pair, byte) in b.iter().enumerate() {
-            out[block_lane(2 * pair)] = E2M1[usize::from(byte & 15)];
-            out[block_lane(2 * pair + 1)] = E2M1[usize::from(byte >> 4)];
-        }
-        (each!(i => out[i]), each!(i => out[LANES + i]))
+    unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V {
+        let words = p.cast::<[[u8; 4]; LANES]>().read_unaligned();
+        each!(i => E2M1[(words[i][I / 2] >> (4 * (I % 2)) & 15) as usize])
+    }
+    #[inline(always)]
+    unsafe fn load_scales(p: *const u8) -> Self::V {
+        let scale = p.cast::<[u8; 4]>().read_unaligned().map(e8m0);
+        each!(i => scale[i / 4])
     }
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {

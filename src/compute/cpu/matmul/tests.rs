@@ -1,4 +1,5 @@
 use super::*;
+use crate::checkpoint::format::MXFP4_GROUP;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
@@ -56,7 +57,7 @@ fn weight(w: &Matrix<'_>, r: usize, c: usize) -> f64 {
     match w.data {
         Data::Mxfp4 { packed, scale } => {
             let byte = packed[(r * w.cols + c) / 2];
-            let code = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
+            let code = if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
             let exponent = i32::from(scale[(r * w.cols + c) / MXFP4_GROUP]) - 127;
             f64::from(crate::checkpoint::format::E2M1[usize::from(code)]) * 2f64.powi(exponent)
         }
@@ -89,7 +90,7 @@ fn check(isa: Isa, what: &str, x: &[f32], w: &Matrix<'_>, y: &[f32]) {
 }
 
 fn shapes(kind: &str) -> Vec<(usize, usize)> {
-    let cols: &[usize] = if kind == "mxfp4" { &[32, 64, 96, 1536] } else { &[1, 31, 32, 33, 257, 1757] };
+    let cols: &[usize] = if kind == "mxfp4" { &[32, 64, 96, 1536, 160] } else { &[1, 31, 32, 33, 257, 1757] };
     let mut out = Vec::new();
     for &c in cols {
         out.extend([1, 2, 3, 4, 5, 6, 7, 8, 9, 33].map(|r| (r, c)));
