@@ -465,12 +465,12 @@ impl Checkpoint {
     /// Where a routed expert lies.
     pub fn expert(&self, layer: usize, expert: usize) -> Result<ExpertRef> {
         let mut found = ExpertRef { shard: [0; 6], offset: [0; 6] };
-        for part in 0..EXPERT_PARTS.len() {
+        for (part, p) in EXPERT_PARTS.iter().enumerate() {
             let at = self.experts.at(layer, expert, part).filter(|at| self.experts.shard[*at] != ABSENT);
             let Some(at) = at else {
                 return Err(Error::refused("a tensor that the configuration implies is missing")
                     .file(self.root())
-                    .tensor(names::expert_tensor_name(layer, expert, EXPERT_PARTS[part])));
+                    .tensor(names::expert_tensor_name(layer, expert, *p)));
             };
             found.shard[part] = self.experts.shard[at];
             found.offset[part] = self.experts.offset[at];

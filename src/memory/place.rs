@@ -88,7 +88,7 @@ impl Placement {
             }
         }
         let rest = budget - (d.state + d.scratch + trunk + ring);
-        let expert_slots = if d.expert == 0 { 0 } else { (rest / d.expert).min(d.experts) };
+        let expert_slots = rest.checked_div(d.expert).unwrap_or(0).min(d.experts);
         Ok(Placement {
             budget,
             state: d.state,

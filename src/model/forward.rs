@@ -283,7 +283,7 @@ impl Model {
                 matmul(dev, &s.low, b, &mut s.gate);
             }
         }
-        kda::norm_gate(dev, &mut s.heads, &w.o_norm, c.rms_norm_eps, &mut s.gate);
+        kda::norm_gate(dev, &mut s.heads, &w.o_norm, c.rms_norm_eps, &s.gate);
         matmul(dev, &s.heads, &w.o, &mut s.out);
     }
 
@@ -300,7 +300,7 @@ impl Model {
             }
         }
         matmul(dev, &s.x, &w.kv_a, &mut s.k);
-        mla::append(dev, &s.k, &w.kv_norm, MLA_NORM_EPS, pos, &mut cache.latent, &mut cache.rope);
+        mla::append(&s.k, &w.kv_norm, MLA_NORM_EPS, pos, &mut cache.latent, &mut cache.rope);
         let shape = mla::Shape {
             heads: m.heads,
             nope: m.qk_nope_head_dim,
@@ -311,7 +311,7 @@ impl Model {
         mla::attend(dev, shape, &s.q, &w.kv_b, (&cache.latent, &cache.rope), pos, &mut s.heads);
         if let Some(g) = &w.gate {
             matmul(dev, &s.x, g, &mut s.gate);
-            gate_sigmoid(dev, &mut s.heads, &mut s.gate);
+            gate_sigmoid(dev, &mut s.heads, &s.gate);
         }
         matmul(dev, &s.heads, &w.o, &mut s.out);
     }

@@ -119,18 +119,15 @@ pub fn recurrence(dev: &Cpu, r: &Recurrence<'_>, state: &Tensor, next: &mut Tens
     });
 }
 
-/// `o = RMSNorm(o; w, eps) per head, then o *= σ(gate)`: o and gate `[T,P]`, w `[1,D]`. The gate is overwritten.
-pub fn norm_gate(dev: &Cpu, o: &mut Tensor, w: &Tensor, eps: f32, gate: &mut Tensor) {
+/// `o = RMSNorm(o; w, eps) per head, then o *= σ(gate)`: o and gate `[T,P]`, w `[1,D]`.
+pub fn norm_gate(dev: &Cpu, o: &mut Tensor, w: &Tensor, eps: f32, gate: &Tensor) {
     let (p, dim) = (o.cols(), w.cols());
     dev.run(|| {
-        o.host_mut().par_chunks_mut(p).zip(gate.host_mut().par_chunks_mut(p)).for_each(|(o, gate)| {
+        o.host_mut().par_chunks_mut(p).zip(gate.host().par_chunks(p)).for_each(|(o, gate)| {
             for head in o.chunks_exact_mut(dim) {
-                vector::rmsnorm_in_place(dev.isa, head, w.host(), eps);
+                vector::rms_norm_in_place(head, w.host(), eps);
             }
-            math::sigmoid(dev.isa, gate);
-            for (o, g) in o.iter_mut().zip(gate.iter()) {
-                *o *= g;
-            }
+            math::sigmoid_gate(dev.isa, o, gate);
         });
     });
 }

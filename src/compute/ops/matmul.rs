@@ -1,6 +1,6 @@
 //! Matrix products and the gated unit between them.
 
-use crate::compute::cpu::{math, matmul as kernel};
+use crate::compute::cpu::{math, matmul as kernel, vector};
 use crate::compute::device::{Cpu, Tensor, Weight};
 use rayon::prelude::*;
 
@@ -28,21 +28,15 @@ pub fn situ(dev: &Cpu, gate: &mut Tensor, up: &Tensor, beta: f32, linear_beta: f
 /// `a += b`, both `[T,n]`.
 pub fn add(a: &mut Tensor, b: &Tensor) {
     debug_assert_eq!(a.host().len(), b.host().len());
-    for (a, b) in a.host_mut().iter_mut().zip(b.host()) {
-        *a += b;
-    }
+    vector::add(b.host(), a.host_mut());
 }
 
 /// `a *= σ(gate)`, both `[T,n]`.
-pub fn gate_sigmoid(dev: &Cpu, a: &mut Tensor, gate: &mut Tensor) {
+pub fn gate_sigmoid(dev: &Cpu, a: &mut Tensor, gate: &Tensor) {
     dev.run(|| {
-        a.host_mut().par_chunks_mut(ELEMENTS).zip(gate.host_mut().par_chunks_mut(ELEMENTS)).for_each(
-            |(a, g)| {
-                math::sigmoid(dev.isa, g);
-                for (a, g) in a.iter_mut().zip(g.iter()) {
-                    *a *= g;
-                }
-            },
-        );
+        a.host_mut()
+            .par_chunks_mut(ELEMENTS)
+            .zip(gate.host().par_chunks(ELEMENTS))
+            .for_each(|(a, g)| math::sigmoid_gate(dev.isa, a, g));
     });
 }

@@ -2,6 +2,7 @@
 //! latent space, so that only the latent cache is read.
 
 use super::Disjoint;
+use crate::compute::cpu::matmul::matmul_serial;
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor, Weight};
 use rayon::prelude::*;
@@ -25,31 +26,34 @@ pub struct Shape {
 /// Writes the cache rows of a pass: `latent[pos+t] = RMSNorm(c[t,..R]; w, eps)`, `rope[pos+t] = c[t,R..]`.
 ///
 /// c `[T,R+rope]`, w `[1,R]`, latent `[capacity,R]`, rope `[capacity,rope]`; the rows must exist.
-pub fn append(
-    dev: &Cpu,
-    c: &Tensor,
-    w: &Tensor,
-    eps: f32,
-    pos: usize,
-    latent: &mut Tensor,
-    rope: &mut Tensor,
-) {
+pub fn append(c: &Tensor, w: &Tensor, eps: f32, pos: usize, latent: &mut Tensor, rope: &mut Tensor) {
     let rank = w.cols();
     for t in 0..c.rows() {
         let (lat, shared) = c.row(t).split_at(rank);
-        vector::rmsnorm(dev.isa, lat, w.host(), eps, latent.row_mut(pos + t));
+        vector::rms_norm(lat, w.host(), eps, latent.row_mut(pos + t));
         rope.row_mut(pos + t).copy_from_slice(shared);
     }
 }
 
-/// Scratch of one head's attention, kept per thread.
+/// Heads that one task takes: the cache is read once for all of them.
+const GROUP: usize = 4;
+
+/// Scratch of one task, kept per thread.
 #[derive(Default)]
 struct Scratch {
-    k: Vec<f32>,
-    v: Vec<f32>,
+    /// One row of kv_b `[R]`
+    row: Vec<f32>,
+    /// Queries in the latent space `[T, heads, R]`
     query: Vec<f32>,
+    /// Shared part of one token's queries `[heads, rope]`
+    shared: Vec<f32>,
+    /// Scores of one token `[heads, S]`
     scores: Vec<f32>,
+    /// Weighted latents of one token `[heads, R]`, and of all `[heads, T, R]`
     context: Vec<f32>,
+    contexts: Vec<f32>,
+    /// Output of one head `[T, value]`
+    out: Vec<f32>,
 }
 
 thread_local! {
@@ -61,7 +65,7 @@ thread_local! {
 /// q `[T, N·(nope+rope)]` (per head nope then rope), kv_b `[N·(nope+value), R]` (per head the key rows, then the
 /// value rows), latent `[≥pos+T, R]`, shared `[≥pos+T, rope]`, o `[T, N·value]`. Per head and token, with
 /// `qk = Σ_d q_nope[d]·Wk[d,:]`: `p = softmax_s((qk·latent_s + q_rope·shared_s)·(nope+rope)^-½)`,
-/// `o = Wv·Σ_s p_s·latent_s`. Sums run over s in order.
+/// `o = Wv·Σ_s p_s·latent_s`. The order of every sum depends on the number of visible positions alone.
 pub fn attend(
     dev: &Cpu,
     shape: Shape,
@@ -72,49 +76,65 @@ pub fn attend(
     o: &mut Tensor,
 ) {
     let Shape { heads, nope, rope, value, rank } = shape;
-    let (t_len, isa) = (q.rows(), dev.isa);
+    let (t_len, isa, width) = (q.rows(), dev.isa, nope + rope);
     o.reshape(t_len, heads * value);
-    let scale = ((nope + rope) as f32).sqrt().recip();
+    let scale = (width as f32).sqrt().recip();
     let matrix = kv_b.matrix();
     let out = Disjoint::new(o.host_mut());
-    let head = |h: usize| {
+    let group = |first: usize| {
+        let n = GROUP.min(heads - first);
         SCRATCH.with_borrow_mut(|s| {
-            let first = h * (nope + value);
-            s.k.resize(nope * rank, 0.0);
-            s.v.resize(value * rank, 0.0);
-            s.query.resize(rank, 0.0);
-            s.context.resize(rank, 0.0);
-            for (d, row) in s.k.chunks_exact_mut(rank).enumerate() {
-                matrix.widen_row(first + d, row);
-            }
-            for (d, row) in s.v.chunks_exact_mut(rank).enumerate() {
-                matrix.widen_row(first + nope + d, row);
+            s.row.resize(rank, 0.0);
+            s.query.clear();
+            s.query.resize(t_len * n * rank, 0.0);
+            s.shared.resize(n * rope, 0.0);
+            s.context.resize(n * rank, 0.0);
+            s.contexts.resize(n * t_len * rank, 0.0);
+            s.out.resize(t_len * value, 0.0);
+            for h in 0..n {
+                for d in 0..nope {
+                    matrix.widen_row((first + h) * (nope + value) + d, &mut s.row);
+                    for t in 0..t_len {
+                        let a = q.row(t)[(first + h) * width + d];
+                        vector::axpy(isa, a, &s.row, &mut s.query[(t * n + h) * rank..][..rank]);
+                    }
+                }
             }
             for t in 0..t_len {
-                let q = &q.row(t)[h * (nope + rope)..(h + 1) * (nope + rope)];
-                let (q_nope, q_rope) = q.split_at(nope);
-                s.query.fill(0.0);
-                for (a, row) in q_nope.iter().zip(s.k.chunks_exact(rank)) {
-                    vector::axpy(isa, *a, row, &mut s.query);
+                for h in 0..n {
+                    let from = (first + h) * width + nope;
+                    s.shared[h * rope..][..rope].copy_from_slice(&q.row(t)[from..from + rope]);
                 }
                 let visible = pos + t + 1;
-                s.scores.resize(visible, 0.0);
-                let cached = latent.host().chunks_exact(rank).zip(shared.host().chunks_exact(rope));
-                for (score, (lat, shared)) in s.scores.iter_mut().zip(cached) {
-                    *score = (vector::dot(isa, &s.query, lat) + vector::dot(isa, q_rope, shared)) * scale;
+                s.scores.resize(n * visible, 0.0);
+                vector::mla_scores(
+                    isa,
+                    n,
+                    &s.query[t * n * rank..][..n * rank],
+                    &s.shared,
+                    &latent.host()[..visible * rank],
+                    &shared.host()[..visible * rope],
+                    scale,
+                    &mut s.scores,
+                );
+                for row in s.scores.chunks_exact_mut(visible) {
+                    vector::softmax(isa, row);
                 }
-                vector::softmax(isa, &mut s.scores);
-                s.context.fill(0.0);
-                for (p, lat) in s.scores.iter().zip(latent.host().chunks_exact(rank)) {
-                    vector::axpy(isa, *p, lat, &mut s.context);
+                vector::mla_weighted_sum(isa, n, &s.scores, &latent.host()[..visible * rank], &mut s.context);
+                for h in 0..n {
+                    s.contexts[(h * t_len + t) * rank..][..rank]
+                        .copy_from_slice(&s.context[h * rank..][..rank]);
                 }
-                // SAFETY: each head writes its own columns.
-                let o = unsafe { out.range((t * heads + h) * value, value) };
-                for (o, row) in o.iter_mut().zip(s.v.chunks_exact(rank)) {
-                    *o = vector::dot(isa, row, &s.context);
+            }
+            for h in 0..n {
+                let values = matrix.row_range((first + h) * (nope + value) + nope, value);
+                matmul_serial(isa, &s.contexts[h * t_len * rank..][..t_len * rank], &values, &mut s.out);
+                for (t, row) in s.out.chunks_exact(value).enumerate() {
+                    // SAFETY: each task writes the columns of its own heads.
+                    unsafe { out.range((t * heads + first + h) * value, value) }.copy_from_slice(row);
                 }
             }
         });
     };
-    dev.run(|| (0..heads).into_par_iter().for_each(head));
+    dev.run(|| (0..heads.div_ceil(GROUP)).into_par_iter().for_each(|g| group(g * GROUP)));
 }

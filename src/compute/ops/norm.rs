@@ -8,7 +8,7 @@ use rayon::prelude::*;
 pub fn rmsnorm(dev: &Cpu, x: &Tensor, w: &Tensor, eps: f32, y: &mut Tensor) {
     let n = x.cols();
     y.reshape(x.rows(), n);
-    let row = |(x, y): (&[f32], &mut [f32])| vector::rmsnorm(dev.isa, x, w.host(), eps, y);
+    let row = |(x, y): (&[f32], &mut [f32])| vector::rms_norm(x, w.host(), eps, y);
     dev.run(|| match x.rows() {
         1 => row((x.host(), y.host_mut())),
         _ => x.host().par_chunks(n).zip(y.host_mut().par_chunks_mut(n)).for_each(row),
@@ -21,7 +21,7 @@ pub fn l2norm(dev: &Cpu, x: &mut Tensor, dim: usize, eps: f32, scale: f32) {
     dev.run(|| {
         x.host_mut().par_chunks_mut(cols).for_each(|row| {
             for head in row.chunks_exact_mut(dim) {
-                vector::l2norm(dev.isa, head, eps, scale);
+                vector::l2_norm(head, eps, scale);
             }
         });
     });

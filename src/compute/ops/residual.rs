@@ -19,8 +19,7 @@ pub fn mix(dev: &Cpu, sources: &[&Tensor], w: &Tensor, eps: f32, out: &mut Tenso
         let (row, p) = unsafe { (rows.range(t * h, h), ps.range(t * n, n)) };
         for (p, s) in p.iter_mut().zip(sources) {
             let v = s.row(t);
-            let mean = vector::dot(dev.isa, v, v) / h as f32;
-            *p = vector::dot(dev.isa, v, w.host()) / (mean + eps).sqrt();
+            *p = vector::dot(dev.isa, v, w.host()) * vector::rms_factor(v, eps);
         }
         vector::softmax(dev.isa, p);
         row.fill(0.0);
