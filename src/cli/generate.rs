@@ -38,16 +38,16 @@ pub struct Flags {
     #[arg(long, value_name = "N", default_value = "64", value_parser = super::positive)]
     max_tokens: usize,
     /// Divides the logits before sampling; 0 takes the likeliest id
-    #[arg(long, value_name = "X", default_value = "0")]
+    #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true)]
     temperature: f32,
     /// Samples from the likeliest ids that make up this share
-    #[arg(long, value_name = "X", default_value = "1")]
+    #[arg(long, value_name = "X", default_value = "1", allow_negative_numbers = true)]
     top_p: f32,
     /// Samples from this many likeliest ids; 0 is all
     #[arg(long, value_name = "N", default_value = "0")]
     top_k: usize,
     /// Samples from ids at least this likely compared with the likeliest
-    #[arg(long, value_name = "X", default_value = "0")]
+    #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true)]
     min_p: f32,
     /// Seeds the sampling
     #[arg(long, value_name = "N", default_value = "0")]

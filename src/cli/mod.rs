@@ -75,7 +75,7 @@ struct RunFlags {
     #[arg(long, value_name = "N", value_parser = positive)]
     threads: Option<usize>,
     /// Tokens per prefill chunk
-    #[arg(long, value_name = "N", default_value = "64", value_parser = positive)]
+    #[arg(long, value_name = "N", default_value = "256", value_parser = positive)]
     prefill_chunk: usize,
     /// Reads in flight
     #[arg(long, value_name = "N", default_value = "8", value_parser = positive)]
