@@ -75,6 +75,9 @@ struct Recorder {
 }
 
 impl Observer for Recorder {
+    fn wants_tensors(&self) -> bool {
+        true
+    }
     fn tensor(&mut self, point: Point, i: usize, values: &Tensor) {
         self.tensors.insert((point, i), values.clone());
     }

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Golden, assert_close, open_golden};
 use trunkline::checkpoint::format::{Data, Matrix};
+use trunkline::compute::backend::Recurrence;
 use trunkline::compute::cpu::{Isa, math, vector};
 use trunkline::compute::device::{Cpu, Tensor};
 use trunkline::compute::ops::{kda, moe, norm, residual};
@@ -127,7 +128,7 @@ fn kda_recurrence() {
         norm::l2norm(&dev, &mut k, dim, 1e-6, 1.0);
         let start = tensor(&g, "kda.S_in", dim);
         let (mut next, mut o) = (Tensor::zeros(p, dim), Tensor::default());
-        let r = kda::Recurrence { q: &q, k: &k, v: &v, decay: &decay, beta: &beta };
+        let r = Recurrence { q: &q, k: &k, v: &v, decay: &decay, beta: &beta };
         kda::recurrence(&dev, &r, &start, &mut next, &mut o);
         assert_eq!(o.rows(), tokens);
         assert_close(&format!("{set} kda.o"), o.host(), &g.f32("kda.o"), OP);

@@ -100,6 +100,9 @@ struct StopAt<'a> {
 }
 
 impl Observer for StopAt<'_> {
+    fn wants_tensors(&self) -> bool {
+        true
+    }
     fn tensor(&mut self, point: Point, i: usize, _values: &Tensor) {
         if point == Point::AttnOut && i == self.layer {
             self.model.cancel_flag().store(true, Ordering::Relaxed);

@@ -1,6 +1,7 @@
 //! The network: weights by name, one forward pass, the state of a sequence and the session over it.
 
 pub mod forward;
+pub mod layer;
 pub mod session;
 pub mod session_file;
 pub mod state;
@@ -26,8 +27,6 @@ use weights::{Head, Layer};
 /// Where in a layer an observed tensor stands; all `[T,…]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Point {
-    /// Running sum before the layer.
-    AttnSources,
     /// Mix before the attention.
     AttnRes,
     /// Weights of that mix.
@@ -60,6 +59,10 @@ pub enum Point {
 pub trait Observer: Send {
     /// Layer `i` of `n` begins; `i == n` is the output head.
     fn layer(&mut self, _i: usize, _n: usize) {}
+    /// Whether [`Observer::tensor`] is to be called: on a GPU each call is a read-back.
+    fn wants_tensors(&self) -> bool {
+        false
+    }
     /// A tensor of layer `i` was computed.
     fn tensor(&mut self, _point: Point, _i: usize, _values: &Tensor) {}
     /// The router of layer `i` has chosen.

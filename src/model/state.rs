@@ -5,34 +5,34 @@ use crate::compute::device::Tensor;
 
 /// State of one KDA layer.
 #[derive(Debug, Clone)]
-pub struct KdaState {
+pub struct KdaState<T = Tensor> {
     /// Last `conv_kernel - 1` inputs of the q, k and v convolutions, oldest first: each `[k-1, P]`.
-    pub conv: [Tensor; 3],
+    pub conv: [T; 3],
     /// The recurrence's state S, head by head `[Dk, Dv]`: `[N·D, D]`.
-    pub s: Tensor,
+    pub s: T,
 }
 
 /// Cache of one MLA layer. Rows beyond the sequence's length are unspecified.
 #[derive(Debug, Clone)]
-pub struct MlaCache {
+pub struct MlaCache<T = Tensor> {
     /// Normalised latents `[capacity, R]`.
-    pub latent: Tensor,
+    pub latent: T,
     /// Shared key part `[capacity, rope]`, raw.
-    pub rope: Tensor,
+    pub rope: T,
 }
 
 /// State of one layer. A step reads what is committed and writes `next`; [`State::commit`] swaps the two.
 #[derive(Debug, Clone)]
-pub enum LayerState {
+pub enum LayerState<T = Tensor> {
     /// Recurrent: committed and next.
     Kda {
         /// After the last whole step.
-        now: KdaState,
+        now: KdaState<T>,
         /// Written by the step in progress.
-        next: KdaState,
+        next: KdaState<T>,
     },
     /// Append-only: a step writes rows past the committed length.
-    Mla(MlaCache),
+    Mla(MlaCache<T>),
 }
 
 /// State of one sequence.

@@ -13,125 +13,125 @@ use std::sync::Arc;
 pub const MODEL: &str = "language_model.model.";
 
 /// Gate, up and down of a SiTU-GLU.
-pub struct Mlp {
+pub struct Mlp<W = Weight> {
     /// `[width,in]`
-    pub gate: Weight,
+    pub gate: W,
     /// `[width,in]`
-    pub up: Weight,
+    pub up: W,
     /// `[out,width]`
-    pub down: Weight,
+    pub down: W,
 }
 
 /// The KDA output gate: one matrix, or two of low rank.
-pub enum Gate {
+pub enum Gate<W = Weight> {
     /// `[P,H]`
-    Full(Weight),
+    Full(W),
     /// `[D,H]` then `[P,D]`
-    LowRank(Weight, Weight),
+    LowRank(W, W),
 }
 
 /// Weights of a KDA layer's attention.
-pub struct Kda {
+pub struct Kda<W = Weight, T = Tensor> {
     /// q, k, v `[P,H]`
-    pub qkv: [Weight; 3],
+    pub qkv: [W; 3],
     /// Taps of the q, k, v convolutions, outermost first: `[k,P]`
-    pub conv: [Tensor; 3],
+    pub conv: [T; 3],
     /// `[D,H]`
-    pub f_a: Weight,
+    pub f_a: W,
     /// `[P,D]`
-    pub f_b: Weight,
+    pub f_b: W,
     /// `[N,H]`
-    pub b: Weight,
+    pub b: W,
     /// `exp(A_log)` of the heads `[1,N]`
-    pub a: Tensor,
+    pub a: T,
     /// `[1,P]`
-    pub dt_bias: Tensor,
+    pub dt_bias: T,
     /// `[1,D]`
-    pub o_norm: Tensor,
+    pub o_norm: T,
     /// Output gate.
-    pub gate: Gate,
+    pub gate: Gate<W>,
     /// `[H,P]`
-    pub o: Weight,
+    pub o: W,
 }
 
 /// The MLA query: one matrix, or a normalised low-rank pair.
-pub enum Query {
+pub enum Query<W = Weight, T = Tensor> {
     /// `[N·(nope+rope), H]`
-    Full(Weight),
+    Full(W),
     /// `[q_rank,H]`, norm `[1,q_rank]`, `[N·(nope+rope), q_rank]`
-    LowRank(Weight, Tensor, Weight),
+    LowRank(W, T, W),
 }
 
 /// Weights of an MLA layer's attention.
-pub struct Mla {
+pub struct Mla<W = Weight, T = Tensor> {
     /// Query projection.
-    pub q: Query,
+    pub q: Query<W, T>,
     /// `[R+rope, H]`
-    pub kv_a: Weight,
+    pub kv_a: W,
     /// `[1,R]`
-    pub kv_norm: Tensor,
+    pub kv_norm: T,
     /// `[N·(nope+value), R]`
-    pub kv_b: Weight,
+    pub kv_b: W,
     /// `[N·value, H]`
-    pub gate: Option<Weight>,
+    pub gate: Option<W>,
     /// `[H, N·value]`
-    pub o: Weight,
+    pub o: W,
 }
 
 /// Trunk weights of a mixture-of-experts layer.
-pub struct Moe {
+pub struct Moe<W = Weight, T = Tensor> {
     /// Router `[E,H]`
-    pub router: Weight,
+    pub router: W,
     /// Selection bias `[1,E]`
-    pub bias: Tensor,
+    pub bias: T,
     /// Into and out of the latent width: `[L,H]`, `[H,L]`
-    pub latent: Option<(Weight, Weight)>,
+    pub latent: Option<(W, W)>,
     /// Norm of the aggregate `[1,L]`
-    pub norm: Option<Tensor>,
+    pub norm: Option<T>,
     /// The shared experts as one MLP.
-    pub shared: Option<Mlp>,
+    pub shared: Option<Mlp<W>>,
 }
 
 /// Attention of a layer.
-pub enum AttentionWeights {
+pub enum AttentionWeights<W = Weight, T = Tensor> {
     /// Kimi Delta Attention.
-    Kda(Kda),
+    Kda(Kda<W, T>),
     /// Gated multi-head latent attention.
-    Mla(Mla),
+    Mla(Mla<W, T>),
 }
 
 /// Feed-forward of a layer.
-pub enum FfnWeights {
+pub enum FfnWeights<W = Weight, T = Tensor> {
     /// One MLP.
-    Dense(Mlp),
+    Dense(Mlp<W>),
     /// Routed and shared experts.
-    Moe(Moe),
+    Moe(Moe<W, T>),
 }
 
 /// Trunk of one layer.
-pub struct Layer {
+pub struct Layer<W = Weight, T = Tensor> {
     /// `[1,H]`
-    pub input_norm: Tensor,
+    pub input_norm: T,
     /// `[1,H]`
-    pub post_norm: Tensor,
+    pub post_norm: T,
     /// Folded mix before the attention `[1,H]`
-    pub attn_mix: Tensor,
+    pub attn_mix: T,
     /// Folded mix before the feed-forward `[1,H]`
-    pub ffn_mix: Tensor,
+    pub ffn_mix: T,
     /// Attention.
-    pub attention: AttentionWeights,
+    pub attention: AttentionWeights<W, T>,
     /// Feed-forward.
-    pub ffn: FfnWeights,
+    pub ffn: FfnWeights<W, T>,
 }
 
 /// Output norm, mix and head.
-pub struct Head {
+pub struct Head<W = Weight, T = Tensor> {
     /// Folded output mix `[1,H]`
-    pub mix: Tensor,
+    pub mix: T,
     /// `[1,H]`
-    pub norm: Tensor,
+    pub norm: T,
     /// `[V,H]`
-    pub lm_head: Weight,
+    pub lm_head: W,
 }
 
 /// Finds tensors by name in a slab that was read.
@@ -327,13 +327,13 @@ impl Head {
 }
 
 /// The three products of a routed expert.
-pub struct Expert {
+pub struct Expert<W = Weight> {
     /// Gate `[I,L]`
-    pub w1: Weight,
+    pub w1: W,
     /// Down `[L,I]`
-    pub w2: Weight,
+    pub w2: W,
     /// Up `[I,L]`
-    pub w3: Weight,
+    pub w3: W,
 }
 
 impl Expert {

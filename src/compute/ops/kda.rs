@@ -1,6 +1,7 @@
 //! Kimi Delta Attention: short convolution, decay, and the recurrence over the state.
 
 use super::Disjoint;
+use crate::compute::backend::Recurrence;
 use crate::compute::cpu::{math, vector};
 use crate::compute::device::{Cpu, Tensor};
 use rayon::prelude::*;
@@ -71,26 +72,12 @@ pub fn sigmoid(dev: &Cpu, x: &mut Tensor) {
     math::sigmoid(dev.isa, x.host_mut());
 }
 
-/// What one pass of the recurrence reads, all `[T,P]` but `beta`.
-pub struct Recurrence<'a> {
-    /// Queries, normalised and scaled.
-    pub q: &'a Tensor,
-    /// Keys, normalised.
-    pub k: &'a Tensor,
-    /// Values.
-    pub v: &'a Tensor,
-    /// Decay factors per key channel.
-    pub decay: &'a Tensor,
-    /// Write strength per head `[T,N]`.
-    pub beta: &'a Tensor,
-}
-
 /// The recurrence, head by head and token by token (S is `[Dk,Dv]` of a head):
 /// `S *= decay[:,None]; u = Sᵀk; S += k ⊗ (beta·(v-u)); o = Sᵀq`.
 ///
 /// `state` and `next` `[N·D, D]`: the state before and after the pass (the one before is left as it is, so that an
 /// unfinished step can be dropped). o `[T,P]`.
-pub fn recurrence(dev: &Cpu, r: &Recurrence<'_>, state: &Tensor, next: &mut Tensor, o: &mut Tensor) {
+pub fn recurrence(dev: &Cpu, r: &Recurrence<'_, Tensor>, state: &Tensor, next: &mut Tensor, o: &mut Tensor) {
     let (t_len, p, heads) = (r.q.rows(), r.q.cols(), r.beta.cols());
     let dim = p / heads;
     o.reshape(t_len, p);

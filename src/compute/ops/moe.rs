@@ -11,6 +11,8 @@ pub struct Routing {
     pub experts: Vec<u32>,
     /// Their weights `[T,K]`.
     pub weights: Vec<f32>,
+    /// K
+    pub chosen: usize,
 }
 
 /// How the router turns logits into weights.
@@ -31,6 +33,7 @@ pub struct Router {
 pub fn route(dev: &Cpu, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut Routing) -> Result<()> {
     out.experts.clear();
     out.weights.clear();
+    out.chosen = r.chosen;
     let experts = logits.cols();
     let mut order: Vec<u32> = Vec::with_capacity(experts);
     let mut biased = vec![0.0f32; experts];
@@ -66,7 +69,8 @@ pub fn route(dev: &Cpu, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut
 
 /// `sum[t] = Σ_j weights[t,j]·parts[t·K+j]` over j in order: parts `[T·K, L]`, sum `[T,L]`.
 pub fn combine(dev: &Cpu, parts: &Tensor, routing: &Routing, sum: &mut Tensor) {
-    let k = parts.rows() / sum.rows();
+    let k = routing.chosen;
+    sum.reshape(parts.rows() / k.max(1), parts.cols());
     for t in 0..sum.rows() {
         let row = sum.row_mut(t);
         row.fill(0.0);

@@ -1,0 +1,296 @@
+//! What a device must be able to do: every operation of the network, once per device.
+//!
+//! The forward pass is written against this trait, so no operation exists on one device alone. Shapes are those of
+//! [`super::ops`], whose functions are the CPU's side.
+
+use super::cpu::vector;
+use super::device::{Cpu, Tensor, Weight};
+use super::ops::mla::Shape;
+use super::ops::moe::{Router, Routing};
+use super::ops::{kda, matmul, mla, moe, norm, residual};
+use crate::error::{Error, Kind, Result};
+
+/// What one pass of the KDA recurrence reads.
+pub struct Recurrence<'a, T> {
+    /// Queries, normalised and scaled `[T,P]`.
+    pub q: &'a T,
+    /// Keys, normalised `[T,P]`.
+    pub k: &'a T,
+    /// Values `[T,P]`.
+    pub v: &'a T,
+    /// Decay factors per key channel `[T,P]`.
+    pub decay: &'a T,
+    /// Write strength per head `[T,N]`.
+    pub beta: &'a T,
+}
+
+/// A device that computes. Outputs take the shape of the result; an output is never an input unless said so.
+pub trait Backend {
+    /// f32 activations or state.
+    type Tensor: Default + Send;
+    /// A weight in its stored form.
+    type Weight: Send + Sync;
+
+    /// Rows of a tensor.
+    fn rows(t: &Self::Tensor) -> usize;
+    /// A tensor with the values of a host tensor.
+    fn upload(&mut self, from: &Tensor, to: &mut Self::Tensor) -> Result<()>;
+    /// The values on the host. Waits for whatever computes them.
+    fn download(&mut self, from: &Self::Tensor) -> Result<Tensor>;
+    /// A weight from host memory.
+    fn weight(&mut self, from: &Weight, label: &str) -> Result<Self::Weight>;
+    /// Gives `t` a shape; the contents are unspecified.
+    fn shape(&mut self, t: &mut Self::Tensor, rows: usize, cols: usize) -> Result<()>;
+    /// Names what follows for profilers, until the next call.
+    fn section(&mut self, name: std::fmt::Arguments<'_>) -> Result<()>;
+
+    /// `to = from`.
+    fn copy(&mut self, from: &Self::Tensor, to: &mut Self::Tensor) -> Result<()>;
+    /// `to = from[rows]`, row by row.
+    fn gather(&mut self, from: &Self::Tensor, rows: &[u32], to: &mut Self::Tensor) -> Result<()>;
+    /// `to[rows] = from`, row by row; `to` keeps its shape and its other rows.
+    fn scatter(&mut self, from: &Self::Tensor, rows: &[u32], to: &mut Self::Tensor) -> Result<()>;
+    /// `a += b`.
+    fn add(&mut self, a: &mut Self::Tensor, b: &Self::Tensor) -> Result<()>;
+    /// Fails, now or at the next read-back, if a value is not finite.
+    fn check_finite(&mut self, x: &Self::Tensor, layer: usize, position: usize) -> Result<()>;
+
+    /// See [`norm::rmsnorm`].
+    fn rmsnorm(&mut self, x: &Self::Tensor, w: &Self::Tensor, eps: f32, y: &mut Self::Tensor) -> Result<()>;
+    /// See [`norm::l2norm`].
+    fn l2norm(&mut self, x: &mut Self::Tensor, dim: usize, eps: f32, scale: f32) -> Result<()>;
+    /// See [`matmul::matmul`].
+    fn matmul(&mut self, x: &Self::Tensor, w: &Self::Weight, y: &mut Self::Tensor) -> Result<()>;
+    /// See [`matmul::situ`].
+    fn situ(&mut self, gate: &mut Self::Tensor, up: &Self::Tensor, beta: f32, linear_beta: f32)
+    -> Result<()>;
+    /// See [`matmul::gate_sigmoid`].
+    fn gate_sigmoid(&mut self, a: &mut Self::Tensor, gate: &Self::Tensor) -> Result<()>;
+    /// See [`kda::short_conv`].
+    fn short_conv(
+        &mut self,
+        u: &Self::Tensor,
+        w: &Self::Tensor,
+        history: &Self::Tensor,
+        y: &mut Self::Tensor,
+        next: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// See [`kda::decay`] and [`kda::sigmoid`]: both gates of KDA, in place.
+    fn kda_gates(
+        &mut self,
+        z: &mut Self::Tensor,
+        beta: &mut Self::Tensor,
+        a: &Self::Tensor,
+        dt_bias: &Self::Tensor,
+        lower_bound: f32,
+    ) -> Result<()>;
+    /// See [`kda::recurrence`].
+    fn recurrence(
+        &mut self,
+        r: &Recurrence<'_, Self::Tensor>,
+        state: &Self::Tensor,
+        next: &mut Self::Tensor,
+        o: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// See [`kda::norm_gate`].
+    fn norm_gate(
+        &mut self,
+        o: &mut Self::Tensor,
+        w: &Self::Tensor,
+        eps: f32,
+        gate: &Self::Tensor,
+    ) -> Result<()>;
+    /// See [`mla::append`].
+    fn append(
+        &mut self,
+        c: &Self::Tensor,
+        w: &Self::Tensor,
+        eps: f32,
+        pos: usize,
+        latent: &mut Self::Tensor,
+        rope: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// See [`mla::attend`].
+    fn attend(
+        &mut self,
+        shape: Shape,
+        q: &Self::Tensor,
+        kv_b: &Self::Weight,
+        cache: (&Self::Tensor, &Self::Tensor),
+        pos: usize,
+        o: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// See [`moe::route`]. The choice comes to the host: it decides what is read.
+    fn route(
+        &mut self,
+        logits: &mut Self::Tensor,
+        bias: &Self::Tensor,
+        r: Router,
+        out: &mut Routing,
+    ) -> Result<()>;
+    /// See [`moe::combine`].
+    fn combine(&mut self, parts: &Self::Tensor, routing: &Routing, sum: &mut Self::Tensor) -> Result<()>;
+    /// See [`residual::mix`].
+    fn mix(
+        &mut self,
+        sources: &[&Self::Tensor],
+        w: &Self::Tensor,
+        eps: f32,
+        out: &mut Self::Tensor,
+        probs: &mut Self::Tensor,
+    ) -> Result<()>;
+}
+
+impl Backend for &Cpu {
+    type Tensor = Tensor;
+    type Weight = Weight;
+
+    fn rows(t: &Tensor) -> usize {
+        t.rows()
+    }
+    fn upload(&mut self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        to.clone_from(from);
+        Ok(())
+    }
+    fn download(&mut self, from: &Tensor) -> Result<Tensor> {
+        Ok(from.clone())
+    }
+    fn weight(&mut self, from: &Weight, _label: &str) -> Result<Weight> {
+        Ok(from.clone())
+    }
+    fn shape(&mut self, t: &mut Tensor, rows: usize, cols: usize) -> Result<()> {
+        t.reshape(rows, cols);
+        Ok(())
+    }
+    fn section(&mut self, _name: std::fmt::Arguments<'_>) -> Result<()> {
+        Ok(())
+    }
+    fn copy(&mut self, from: &Tensor, to: &mut Tensor) -> Result<()> {
+        to.clone_from(from);
+        Ok(())
+    }
+    fn gather(&mut self, from: &Tensor, rows: &[u32], to: &mut Tensor) -> Result<()> {
+        to.reshape(rows.len(), from.cols());
+        for (i, r) in rows.iter().enumerate() {
+            to.row_mut(i).copy_from_slice(from.row(*r as usize));
+        }
+        Ok(())
+    }
+    fn scatter(&mut self, from: &Tensor, rows: &[u32], to: &mut Tensor) -> Result<()> {
+        for (i, r) in rows.iter().enumerate() {
+            to.row_mut(*r as usize).copy_from_slice(from.row(i));
+        }
+        Ok(())
+    }
+    fn add(&mut self, a: &mut Tensor, b: &Tensor) -> Result<()> {
+        matmul::add(a, b);
+        Ok(())
+    }
+    fn check_finite(&mut self, x: &Tensor, layer: usize, position: usize) -> Result<()> {
+        match vector::all_finite(x.host()) {
+            true => Ok(()),
+            false => Err(Error::new(Kind::NonFinite, "a hidden value is not finite")
+                .layer(layer)
+                .position(position)),
+        }
+    }
+    fn rmsnorm(&mut self, x: &Tensor, w: &Tensor, eps: f32, y: &mut Tensor) -> Result<()> {
+        norm::rmsnorm(self, x, w, eps, y);
+        Ok(())
+    }
+    fn l2norm(&mut self, x: &mut Tensor, dim: usize, eps: f32, scale: f32) -> Result<()> {
+        norm::l2norm(self, x, dim, eps, scale);
+        Ok(())
+    }
+    fn matmul(&mut self, x: &Tensor, w: &Weight, y: &mut Tensor) -> Result<()> {
+        matmul::matmul(self, x, w, y);
+        Ok(())
+    }
+    fn situ(&mut self, gate: &mut Tensor, up: &Tensor, beta: f32, linear_beta: f32) -> Result<()> {
+        matmul::situ(self, gate, up, beta, linear_beta);
+        Ok(())
+    }
+    fn gate_sigmoid(&mut self, a: &mut Tensor, gate: &Tensor) -> Result<()> {
+        matmul::gate_sigmoid(self, a, gate);
+        Ok(())
+    }
+    fn short_conv(
+        &mut self,
+        u: &Tensor,
+        w: &Tensor,
+        history: &Tensor,
+        y: &mut Tensor,
+        next: &mut Tensor,
+    ) -> Result<()> {
+        kda::short_conv(self, u, w, history, y, next);
+        Ok(())
+    }
+    fn kda_gates(
+        &mut self,
+        z: &mut Tensor,
+        beta: &mut Tensor,
+        a: &Tensor,
+        dt_bias: &Tensor,
+        lower_bound: f32,
+    ) -> Result<()> {
+        kda::decay(self, z, a, dt_bias, lower_bound);
+        kda::sigmoid(self, beta);
+        Ok(())
+    }
+    fn recurrence(
+        &mut self,
+        r: &Recurrence<'_, Tensor>,
+        state: &Tensor,
+        next: &mut Tensor,
+        o: &mut Tensor,
+    ) -> Result<()> {
+        kda::recurrence(self, r, state, next, o);
+        Ok(())
+    }
+    fn norm_gate(&mut self, o: &mut Tensor, w: &Tensor, eps: f32, gate: &Tensor) -> Result<()> {
+        kda::norm_gate(self, o, w, eps, gate);
+        Ok(())
+    }
+    fn append(
+        &mut self,
+        c: &Tensor,
+        w: &Tensor,
+        eps: f32,
+        pos: usize,
+        latent: &mut Tensor,
+        rope: &mut Tensor,
+    ) -> Result<()> {
+        mla::append(c, w, eps, pos, latent, rope);
+        Ok(())
+    }
+    fn attend(
+        &mut self,
+        shape: Shape,
+        q: &Tensor,
+        kv_b: &Weight,
+        cache: (&Tensor, &Tensor),
+        pos: usize,
+        o: &mut Tensor,
+    ) -> Result<()> {
+        mla::attend(self, shape, q, kv_b, cache, pos, o);
+        Ok(())
+    }
+    fn route(&mut self, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut Routing) -> Result<()> {
+        moe::route(self, logits, bias, r, out)
+    }
+    fn combine(&mut self, parts: &Tensor, routing: &Routing, sum: &mut Tensor) -> Result<()> {
+        moe::combine(self, parts, routing, sum);
+        Ok(())
+    }
+    fn mix(
+        &mut self,
+        sources: &[&Tensor],
+        w: &Tensor,
+        eps: f32,
+        out: &mut Tensor,
+        probs: &mut Tensor,
+    ) -> Result<()> {
+        residual::mix(self, sources, w, eps, out, probs);
+        Ok(())
+    }
+}
