@@ -116,7 +116,7 @@ fn kda_recurrence() {
         let p = heads * dim;
         let dev = cpu();
         let mut decay = tensor(&g, "kda.z", p);
-        let a: Vec<f32> = g.f32("kda.A_log")[..heads].iter().map(|v| v.exp()).collect();
+        let a = g.f32("kda.A_log")[..heads].to_vec();
         let bias = Tensor::from_vec(1, p, g.f32("kda.dt_bias"));
         kda::decay(&dev, &mut decay, &Tensor::from_vec(1, heads, a), &bias, g.f32("kda.lower_bound")[0]);
         let log: Vec<f32> = decay.host().iter().map(|v| v.ln()).collect();
@@ -149,8 +149,7 @@ fn residual_mix() {
             g.f32("attn_res.sources").chunks(3 * h).map(|c| Tensor::from_vec(3, h, c.to_vec())).collect();
         for n in [1, 2, 4] {
             let (mut out, mut probs) = <(Tensor, Tensor)>::default();
-            let refs: Vec<&Tensor> = sources[..n].iter().collect();
-            residual::mix(&cpu(), &refs, &w, g.f32("attn_res.eps")[0], &mut out, &mut probs);
+            residual::mix(&cpu(), &sources[..n], &w, g.f32("attn_res.eps")[0], &mut out, &mut probs);
             assert_close(
                 &format!("{set} attn_res.out{n}"),
                 out.host(),

@@ -5,7 +5,7 @@
 
 use super::cpu::vector;
 use super::device::{Cpu, Tensor, Weight};
-use super::ops::mla::Shape;
+use super::ops::mla::{MlaCache, Shape};
 use super::ops::moe::{Router, Routing};
 use super::ops::{kda, matmul, mla, moe, norm, residual};
 use crate::error::{Error, Kind, Result};
@@ -30,6 +30,10 @@ pub trait Backend {
     type Tensor: Default + Send;
     /// A weight in its stored form.
     type Weight: Send + Sync;
+    /// The blocks and the running sum that the residual mix reads.
+    type Sources: Default + Send;
+    /// Latents and shared keys of the positions seen by one MLA layer.
+    type Cache: Send;
 
     /// Rows of a tensor.
     fn rows(t: &Self::Tensor) -> usize;
@@ -37,8 +41,16 @@ pub trait Backend {
     fn upload(&mut self, from: &Tensor, to: &mut Self::Tensor) -> Result<()>;
     /// The values on the host. Waits for whatever computes them.
     fn download(&mut self, from: &Self::Tensor) -> Result<Tensor>;
-    /// A weight from host memory.
-    fn weight(&mut self, from: &Weight, label: &str) -> Result<Self::Weight>;
+    /// A weight from host memory. Where it must be split, it is split at multiples of `row_multiple` rows.
+    fn weight(&mut self, from: &Weight, row_multiple: usize, label: &str) -> Result<Self::Weight>;
+    /// An empty cache with room for `capacity` positions.
+    fn cache(&mut self, shape: Shape, capacity: usize) -> Result<Self::Cache>;
+    /// Gives `s` `count` sources `[rows, cols]` each; the contents are unspecified.
+    fn shape_sources(&mut self, s: &mut Self::Sources, count: usize, rows: usize, cols: usize) -> Result<()>;
+    /// Source `i`.
+    fn source(s: &Self::Sources, i: usize) -> &Self::Tensor;
+    /// Source `i`, to be written.
+    fn source_mut(s: &mut Self::Sources, i: usize) -> &mut Self::Tensor;
     /// Gives `t` a shape; the contents are unspecified.
     fn shape(&mut self, t: &mut Self::Tensor, rows: usize, cols: usize) -> Result<()>;
     /// Names what follows for profilers, until the next call.
@@ -64,8 +76,6 @@ pub trait Backend {
     /// See [`matmul::situ`].
     fn situ(&mut self, gate: &mut Self::Tensor, up: &Self::Tensor, beta: f32, linear_beta: f32)
     -> Result<()>;
-    /// See [`matmul::gate_sigmoid`].
-    fn gate_sigmoid(&mut self, a: &mut Self::Tensor, gate: &Self::Tensor) -> Result<()>;
     /// See [`kda::short_conv`].
     fn short_conv(
         &mut self,
@@ -80,7 +90,7 @@ pub trait Backend {
         &mut self,
         z: &mut Self::Tensor,
         beta: &mut Self::Tensor,
-        a: &Self::Tensor,
+        a_log: &Self::Tensor,
         dt_bias: &Self::Tensor,
         lower_bound: f32,
     ) -> Result<()>;
@@ -107,17 +117,16 @@ pub trait Backend {
         w: &Self::Tensor,
         eps: f32,
         pos: usize,
-        latent: &mut Self::Tensor,
-        rope: &mut Self::Tensor,
+        cache: &mut Self::Cache,
     ) -> Result<()>;
-    /// See [`mla::attend`].
+    /// See [`mla::attend`], and [`matmul::gate_sigmoid`] where there is a gate.
     fn attend(
         &mut self,
-        shape: Shape,
         q: &Self::Tensor,
         kv_b: &Self::Weight,
-        cache: (&Self::Tensor, &Self::Tensor),
+        cache: &Self::Cache,
         pos: usize,
+        gate: Option<&Self::Tensor>,
         o: &mut Self::Tensor,
     ) -> Result<()>;
     /// See [`moe::route`]. The choice comes to the host: it decides what is read.
@@ -130,10 +139,11 @@ pub trait Backend {
     ) -> Result<()>;
     /// See [`moe::combine`].
     fn combine(&mut self, parts: &Self::Tensor, routing: &Routing, sum: &mut Self::Tensor) -> Result<()>;
-    /// See [`residual::mix`].
+    /// See [`residual::mix`]; of the first `count` sources.
     fn mix(
         &mut self,
-        sources: &[&Self::Tensor],
+        sources: &Self::Sources,
+        count: usize,
         w: &Self::Tensor,
         eps: f32,
         out: &mut Self::Tensor,
@@ -144,6 +154,8 @@ pub trait Backend {
 impl Backend for &Cpu {
     type Tensor = Tensor;
     type Weight = Weight;
+    type Sources = Vec<Tensor>;
+    type Cache = MlaCache;
 
     fn rows(t: &Tensor) -> usize {
         t.rows()
@@ -155,8 +167,22 @@ impl Backend for &Cpu {
     fn download(&mut self, from: &Tensor) -> Result<Tensor> {
         Ok(from.clone())
     }
-    fn weight(&mut self, from: &Weight, _label: &str) -> Result<Weight> {
+    fn weight(&mut self, from: &Weight, _row_multiple: usize, _label: &str) -> Result<Weight> {
         Ok(from.clone())
+    }
+    fn cache(&mut self, shape: Shape, capacity: usize) -> Result<MlaCache> {
+        Ok(MlaCache::new(shape, capacity))
+    }
+    fn shape_sources(&mut self, s: &mut Vec<Tensor>, count: usize, rows: usize, cols: usize) -> Result<()> {
+        s.resize_with(s.len().max(count), Tensor::default);
+        s.iter_mut().take(count).for_each(|t| t.reshape(rows, cols));
+        Ok(())
+    }
+    fn source(s: &Vec<Tensor>, i: usize) -> &Tensor {
+        &s[i]
+    }
+    fn source_mut(s: &mut Vec<Tensor>, i: usize) -> &mut Tensor {
+        &mut s[i]
     }
     fn shape(&mut self, t: &mut Tensor, rows: usize, cols: usize) -> Result<()> {
         t.reshape(rows, cols);
@@ -210,10 +236,6 @@ impl Backend for &Cpu {
         matmul::situ(self, gate, up, beta, linear_beta);
         Ok(())
     }
-    fn gate_sigmoid(&mut self, a: &mut Tensor, gate: &Tensor) -> Result<()> {
-        matmul::gate_sigmoid(self, a, gate);
-        Ok(())
-    }
     fn short_conv(
         &mut self,
         u: &Tensor,
@@ -229,11 +251,11 @@ impl Backend for &Cpu {
         &mut self,
         z: &mut Tensor,
         beta: &mut Tensor,
-        a: &Tensor,
+        a_log: &Tensor,
         dt_bias: &Tensor,
         lower_bound: f32,
     ) -> Result<()> {
-        kda::decay(self, z, a, dt_bias, lower_bound);
+        kda::decay(self, z, a_log, dt_bias, lower_bound);
         kda::sigmoid(self, beta);
         Ok(())
     }
@@ -251,28 +273,23 @@ impl Backend for &Cpu {
         kda::norm_gate(self, o, w, eps, gate);
         Ok(())
     }
-    fn append(
-        &mut self,
-        c: &Tensor,
-        w: &Tensor,
-        eps: f32,
-        pos: usize,
-        latent: &mut Tensor,
-        rope: &mut Tensor,
-    ) -> Result<()> {
-        mla::append(c, w, eps, pos, latent, rope);
+    fn append(&mut self, c: &Tensor, w: &Tensor, eps: f32, pos: usize, cache: &mut MlaCache) -> Result<()> {
+        mla::append(c, w, eps, pos, cache);
         Ok(())
     }
     fn attend(
         &mut self,
-        shape: Shape,
         q: &Tensor,
         kv_b: &Weight,
-        cache: (&Tensor, &Tensor),
+        cache: &MlaCache,
         pos: usize,
+        gate: Option<&Tensor>,
         o: &mut Tensor,
     ) -> Result<()> {
-        mla::attend(self, shape, q, kv_b, cache, pos, o);
+        mla::attend(self, q, kv_b, cache, pos, o);
+        if let Some(gate) = gate {
+            matmul::gate_sigmoid(self, o, gate);
+        }
         Ok(())
     }
     fn route(&mut self, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut Routing) -> Result<()> {
@@ -284,13 +301,14 @@ impl Backend for &Cpu {
     }
     fn mix(
         &mut self,
-        sources: &[&Tensor],
+        sources: &Vec<Tensor>,
+        count: usize,
         w: &Tensor,
         eps: f32,
         out: &mut Tensor,
         probs: &mut Tensor,
     ) -> Result<()> {
-        residual::mix(self, sources, w, eps, out, probs);
+        residual::mix(self, &sources[..count], w, eps, out, probs);
         Ok(())
     }
 }

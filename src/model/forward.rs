@@ -5,6 +5,7 @@ use super::state::State;
 use super::weights::{Expert, Layer};
 use super::{Model, Observer, Point};
 use crate::checkpoint::config::Config;
+use crate::compute::backend::Backend;
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor, Weight};
 use crate::error::{Error, Kind, Result};
@@ -22,7 +23,7 @@ pub enum Logits {
 /// Buffers of a pass, kept between passes.
 #[derive(Default)]
 pub struct Scratch {
-    cpu: Buffers<Tensor>,
+    cpu: Buffers<Tensor, Vec<Tensor>>,
     /// `[T,V]` or `[1,V]`
     logits: Tensor,
 }
@@ -103,8 +104,10 @@ impl Model {
     ) -> Result<()> {
         let n = self.config().layers.len();
         let pos = state.len();
-        s.cpu.used = 0;
-        self.embed(ids, &mut s.cpu.prefix)?;
+        s.cpu.blocks = 0;
+        let sources = 1 + (0..n).filter(|i| self.config().is_block_boundary(*i)).count();
+        (&mut &self.cpu).shape_sources(&mut s.cpu.sources, sources, ids.len(), self.config().hidden_size)?;
+        self.embed(ids, &mut s.cpu.sources[0])?;
         let mut experts = HostExperts(self);
         let mut pass =
             Pass { device: &self.cpu, config: self.config(), number, pos, experts: &mut experts, seen };

@@ -1,11 +1,11 @@
 //! One layer on one device. Reads as the network is defined; every buffer's shape is beside it.
 
-use super::state::{KdaState, LayerState, MlaCache};
+use super::state::{KdaState, LayerState};
 use super::weights::{AttentionWeights, Expert, FfnWeights, Gate, Head, Kda, Layer, Mla, Mlp, Moe, Query};
 use super::{Observer, Point};
 use crate::checkpoint::config::Config;
 use crate::compute::backend::{Backend, Recurrence};
-use crate::compute::ops::{mla, moe};
+use crate::compute::ops::moe;
 use crate::error::{Error, Result};
 
 /// The eps of the two low-rank norms of MLA, fixed in the release's code whatever the configuration says.
@@ -15,13 +15,11 @@ const L2_EPS: f32 = 1e-6;
 
 /// Buffers of a pass, kept between passes so that decoding allocates nothing large.
 #[derive(Default)]
-pub struct Buffers<T> {
-    /// Sums of finished blocks, each `[T,H]`; the first is the embedding. Only the first `used` belong to this pass.
-    pub blocks: Vec<T>,
-    /// Blocks of this pass.
-    pub used: usize,
-    /// Running sum of the current block `[T,H]`
-    pub prefix: T,
+pub struct Buffers<T, S> {
+    /// Sums of finished blocks, the embedding first, and then the running sum of the current block: each `[T,H]`.
+    pub sources: S,
+    /// Finished blocks of this pass; the source of this number is the running sum.
+    pub blocks: usize,
     /// A sublayer's input mix `[T,H]`, its normed input `[T,H]`, its output `[T,H]`
     mixed: T,
     x: T,
@@ -59,6 +57,13 @@ pub struct Buffers<T> {
     groups: Vec<Vec<u32>>,
     rows: Vec<u32>,
 }
+
+/// Buffers of a pass on a device.
+pub type Scratch<B> = Buffers<<B as Backend>::Tensor, <B as Backend>::Sources>;
+/// Weights of a layer on a device.
+pub type DeviceLayer<B> = Layer<<B as Backend>::Weight, <B as Backend>::Tensor>;
+/// State of a layer on a device.
+pub type DeviceState<B> = LayerState<<B as Backend>::Tensor, <B as Backend>::Cache>;
 
 /// Where a device gets routed experts from.
 pub trait Experts<B: Backend> {
@@ -103,9 +108,9 @@ impl<B: Backend> Pass<'_, B> {
     pub fn layer(
         &mut self,
         i: usize,
-        w: &Layer<B::Weight, B::Tensor>,
-        state: &mut LayerState<B::Tensor>,
-        s: &mut Buffers<B::Tensor>,
+        w: &DeviceLayer<B>,
+        state: &mut DeviceState<B>,
+        s: &mut Scratch<B>,
     ) -> Result<()> {
         let c = self.config;
         self.device.section(format_args!("layer {i} / attention"))?;
@@ -114,20 +119,18 @@ impl<B: Backend> Pass<'_, B> {
         self.show(Point::AttnProbs, i, &s.probs)?;
         let boundary = c.is_block_boundary(i);
         if boundary {
-            if s.used == s.blocks.len() {
-                s.blocks.push(B::Tensor::default());
-            }
-            self.device.copy(&s.prefix, &mut s.blocks[s.used])?;
-            s.used += 1;
+            // What was the running sum is a finished block now; the next source becomes the running sum.
+            s.blocks += 1;
         }
         self.device.rmsnorm(&s.mixed, &w.input_norm, c.rms_norm_eps, &mut s.x)?;
         self.show(Point::AttnIn, i, &s.x)?;
         self.attention(w, state, s)?;
         self.show(Point::AttnOut, i, &s.out)?;
+        let sum = B::source_mut(&mut s.sources, s.blocks);
         if boundary {
-            std::mem::swap(&mut s.prefix, &mut s.out);
+            self.device.copy(&s.out, sum)?;
         } else {
-            self.device.add(&mut s.prefix, &s.out)?;
+            self.device.add(sum, &s.out)?;
         }
         self.device.section(format_args!("layer {i} / feed-forward"))?;
         self.mix(&w.ffn_mix, s)?;
@@ -137,9 +140,10 @@ impl<B: Backend> Pass<'_, B> {
         self.show(Point::FfnIn, i, &s.x)?;
         self.feed_forward(i, w, s)?;
         self.show(Point::FfnOut, i, &s.out)?;
-        self.device.add(&mut s.prefix, &s.out)?;
-        self.show(Point::Out, i, &s.prefix)?;
-        self.device.check_finite(&s.prefix, i, self.pos)
+        self.device.add(B::source_mut(&mut s.sources, s.blocks), &s.out)?;
+        let sum = B::source(&s.sources, s.blocks);
+        self.show(Point::Out, i, sum)?;
+        self.device.check_finite(sum, i, self.pos)
     }
 
     /// `logits = RMSNorm(mix(blocks + [h]))·lm_headᵀ` of every position, or of the last alone: `[T,V]` or `[1,V]`.
@@ -147,7 +151,7 @@ impl<B: Backend> Pass<'_, B> {
         &mut self,
         w: &Head<B::Weight, B::Tensor>,
         all: bool,
-        s: &mut Buffers<B::Tensor>,
+        s: &mut Scratch<B>,
         logits: &mut B::Tensor,
     ) -> Result<()> {
         let (c, n) = (self.config, self.config.layers.len());
@@ -171,9 +175,9 @@ impl<B: Backend> Pass<'_, B> {
         i: usize,
         point: Point,
         x: &B::Tensor,
-        w: &Layer<B::Weight, B::Tensor>,
-        state: &mut LayerState<B::Tensor>,
-        s: &'s mut Buffers<B::Tensor>,
+        w: &DeviceLayer<B>,
+        state: &mut DeviceState<B>,
+        s: &'s mut Scratch<B>,
     ) -> Result<&'s B::Tensor> {
         self.device.copy(x, &mut s.x)?;
         match point {
@@ -184,18 +188,15 @@ impl<B: Backend> Pass<'_, B> {
     }
 
     /// The mix over the stored blocks and the running sum into `mixed`; without blocks, the running sum itself.
-    fn mix(&mut self, w: &B::Tensor, s: &mut Buffers<B::Tensor>) -> Result<()> {
-        let mut sources: Vec<&B::Tensor> = Vec::with_capacity(s.used + 1);
-        sources.extend(&s.blocks[..s.used]);
-        sources.push(&s.prefix);
-        self.device.mix(&sources, w, self.config.rms_norm_eps, &mut s.mixed, &mut s.probs)
+    fn mix(&mut self, w: &B::Tensor, s: &mut Scratch<B>) -> Result<()> {
+        self.device.mix(&s.sources, s.blocks + 1, w, self.config.rms_norm_eps, &mut s.mixed, &mut s.probs)
     }
 
     fn attention(
         &mut self,
-        w: &Layer<B::Weight, B::Tensor>,
-        state: &mut LayerState<B::Tensor>,
-        s: &mut Buffers<B::Tensor>,
+        w: &DeviceLayer<B>,
+        state: &mut DeviceState<B>,
+        s: &mut Scratch<B>,
     ) -> Result<()> {
         match (&w.attention, state) {
             (AttentionWeights::Kda(w), LayerState::Kda { now, next }) => self.kda(w, now, next, s),
@@ -204,12 +205,7 @@ impl<B: Backend> Pass<'_, B> {
         }
     }
 
-    fn feed_forward(
-        &mut self,
-        i: usize,
-        w: &Layer<B::Weight, B::Tensor>,
-        s: &mut Buffers<B::Tensor>,
-    ) -> Result<()> {
+    fn feed_forward(&mut self, i: usize, w: &DeviceLayer<B>, s: &mut Scratch<B>) -> Result<()> {
         match &w.ffn {
             FfnWeights::Dense(w) => self.mlp(w, &s.x, &mut s.mlp_gate, &mut s.mlp_up, &mut s.out),
             FfnWeights::Moe(w) => self.moe(i, w, s),
@@ -237,7 +233,7 @@ impl<B: Backend> Pass<'_, B> {
         w: &Kda<B::Weight, B::Tensor>,
         now: &KdaState<B::Tensor>,
         next: &mut KdaState<B::Tensor>,
-        s: &mut Buffers<B::Tensor>,
+        s: &mut Scratch<B>,
     ) -> Result<()> {
         let (d, c) = (&mut self.device, self.config);
         for (n, y) in [&mut s.q, &mut s.k, &mut s.v].into_iter().enumerate() {
@@ -247,7 +243,7 @@ impl<B: Backend> Pass<'_, B> {
         d.matmul(&s.x, &w.f_a, &mut s.low)?;
         d.matmul(&s.low, &w.f_b, &mut s.decay)?;
         d.matmul(&s.x, &w.b, &mut s.beta)?;
-        d.kda_gates(&mut s.decay, &mut s.beta, &w.a, &w.dt_bias, c.kda.gate_lower_bound)?;
+        d.kda_gates(&mut s.decay, &mut s.beta, &w.a_log, &w.dt_bias, c.kda.gate_lower_bound)?;
         let dim = c.kda.head_dim;
         d.l2norm(&mut s.q, dim, L2_EPS, (dim as f32).sqrt().recip())?;
         d.l2norm(&mut s.k, dim, L2_EPS, 1.0)?;
@@ -265,13 +261,8 @@ impl<B: Backend> Pass<'_, B> {
     }
 
     /// Gated MLA of `s.x` into `s.out`.
-    fn mla(
-        &mut self,
-        w: &Mla<B::Weight, B::Tensor>,
-        cache: &mut MlaCache<B::Tensor>,
-        s: &mut Buffers<B::Tensor>,
-    ) -> Result<()> {
-        let (d, m, pos) = (&mut self.device, &self.config.mla, self.pos);
+    fn mla(&mut self, w: &Mla<B::Weight, B::Tensor>, cache: &mut B::Cache, s: &mut Scratch<B>) -> Result<()> {
+        let d = &mut self.device;
         match &w.q {
             Query::Full(q) => d.matmul(&s.x, q, &mut s.q)?,
             Query::LowRank(a, n, b) => {
@@ -281,24 +272,20 @@ impl<B: Backend> Pass<'_, B> {
             }
         }
         d.matmul(&s.x, &w.kv_a, &mut s.k)?;
-        d.append(&s.k, &w.kv_norm, MLA_NORM_EPS, pos, &mut cache.latent, &mut cache.rope)?;
-        let shape = mla::Shape {
-            heads: m.heads,
-            nope: m.qk_nope_head_dim,
-            rope: m.qk_rope_head_dim,
-            value: m.v_head_dim,
-            rank: m.kv_lora_rank,
+        d.append(&s.k, &w.kv_norm, MLA_NORM_EPS, self.pos, cache)?;
+        let gate = match &w.gate {
+            Some(g) => {
+                d.matmul(&s.x, g, &mut s.gate)?;
+                Some(&s.gate)
+            }
+            None => None,
         };
-        d.attend(shape, &s.q, &w.kv_b, (&cache.latent, &cache.rope), pos, &mut s.heads)?;
-        if let Some(g) = &w.gate {
-            d.matmul(&s.x, g, &mut s.gate)?;
-            d.gate_sigmoid(&mut s.heads, &s.gate)?;
-        }
+        d.attend(&s.q, &w.kv_b, cache, self.pos, gate, &mut s.heads)?;
         d.matmul(&s.heads, &w.o, &mut s.out)
     }
 
     /// Latent mixture of experts of `s.x` into `s.out`. Each distinct expert is taken once, for all its tokens.
-    fn moe(&mut self, layer: usize, w: &Moe<B::Weight, B::Tensor>, s: &mut Buffers<B::Tensor>) -> Result<()> {
+    fn moe(&mut self, layer: usize, w: &Moe<B::Weight, B::Tensor>, s: &mut Scratch<B>) -> Result<()> {
         let c = self.config;
         let k = c.moe.experts_per_token;
         let d = &mut self.device;

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::config::{Attention, Config};
 use crate::compute::device::Tensor;
+use crate::compute::ops::mla::{MlaCache, Shape};
 
 /// State of one KDA layer.
 #[derive(Debug, Clone)]
@@ -12,18 +13,9 @@ pub struct KdaState<T = Tensor> {
     pub s: T,
 }
 
-/// Cache of one MLA layer. Rows beyond the sequence's length are unspecified.
-#[derive(Debug, Clone)]
-pub struct MlaCache<T = Tensor> {
-    /// Normalised latents `[capacity, R]`.
-    pub latent: T,
-    /// Shared key part `[capacity, rope]`, raw.
-    pub rope: T,
-}
-
 /// State of one layer. A step reads what is committed and writes `next`; [`State::commit`] swaps the two.
 #[derive(Debug, Clone)]
-pub enum LayerState<T = Tensor> {
+pub enum LayerState<T = Tensor, C = MlaCache> {
     /// Recurrent: committed and next.
     Kda {
         /// After the last whole step.
@@ -32,7 +24,7 @@ pub enum LayerState<T = Tensor> {
         next: KdaState<T>,
     },
     /// Append-only: a step writes rows past the committed length.
-    Mla(MlaCache<T>),
+    Mla(C),
 }
 
 /// State of one sequence.
@@ -51,6 +43,18 @@ fn kda_zero(config: &Config) -> KdaState {
     KdaState { conv: [conv(), conv(), conv()], s: Tensor::zeros(p, k.head_dim) }
 }
 
+/// Widths of the MLA layers.
+pub fn mla_shape(config: &Config) -> Shape {
+    let m = &config.mla;
+    Shape {
+        heads: m.heads,
+        nope: m.qk_nope_head_dim,
+        rope: m.qk_rope_head_dim,
+        value: m.v_head_dim,
+        rank: m.kv_lora_rank,
+    }
+}
+
 impl State {
     /// The state before the first token, with room for `capacity` positions.
     pub fn new(config: &Config, capacity: usize) -> State {
@@ -59,10 +63,7 @@ impl State {
             .iter()
             .map(|l| match l.attention {
                 Attention::Kda => LayerState::Kda { now: kda_zero(config), next: kda_zero(config) },
-                Attention::Mla => LayerState::Mla(MlaCache {
-                    latent: Tensor::zeros(capacity, config.mla.kv_lora_rank),
-                    rope: Tensor::zeros(capacity, config.mla.qk_rope_head_dim),
-                }),
+                Attention::Mla => LayerState::Mla(MlaCache::new(mla_shape(config), capacity)),
             })
             .collect();
         State { layers, len: 0, capacity }

@@ -42,8 +42,8 @@ pub struct Kda<W = Weight, T = Tensor> {
     pub f_b: W,
     /// `[N,H]`
     pub b: W,
-    /// `exp(A_log)` of the heads `[1,N]`
-    pub a: T,
+    /// `A_log` of the heads, without its padding `[1,N]`
+    pub a_log: T,
     /// `[1,P]`
     pub dt_bias: T,
     /// `[1,D]`
@@ -211,12 +211,11 @@ impl Binder<'_> {
         let heads = config.kda.heads;
         // Stored with padding: only the first entries belong to heads.
         let a_log = self.vector("self_attn.A_log")?;
-        let a: Vec<f32> = a_log.host().iter().take(heads).map(|v| v.exp()).collect();
-        if a.len() < heads {
+        let Some(a_log) = a_log.host().get(..heads) else {
             return Err(Error::refused("A_log is too short")
                 .tensor(format!("{}self_attn.A_log", self.prefix))
-                .expected(heads, a.len()));
-        }
+                .expected(heads, a_log.cols()));
+        };
         Ok(Kda {
             qkv: [
                 self.weight("self_attn.q_proj.weight")?,
@@ -231,7 +230,7 @@ impl Binder<'_> {
             f_a: self.weight("self_attn.f_a_proj.weight")?,
             f_b: self.weight("self_attn.f_b_proj.weight")?,
             b: self.weight("self_attn.b_proj.weight")?,
-            a: Tensor::from_vec(1, heads, a),
+            a_log: Tensor::from_vec(1, heads, a_log.to_vec()),
             dt_bias: self.vector("self_attn.dt_bias")?,
             o_norm: self.vector("self_attn.o_norm.weight")?,
             gate: if config.kda.full_rank_gate {

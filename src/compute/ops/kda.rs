@@ -44,16 +44,17 @@ pub fn short_conv(dev: &Cpu, u: &Tensor, w: &Tensor, history: &Tensor, y: &mut T
     }
 }
 
-/// The decay factor of every key channel, in place: `z = exp(lb·σ(a[h]·(z + dt_bias)))`.
+/// The decay factor of every key channel, in place: `z = exp(lb·σ(exp(A_log[h])·(z + dt_bias)))`.
 ///
-/// z `[T,P]`, a `[1,N]` = `exp(A_log)`, dt_bias `[1,P]`; `lower_bound` is the gate bound (it multiplies the sigmoid).
-pub fn decay(dev: &Cpu, z: &mut Tensor, a: &Tensor, dt_bias: &Tensor, lower_bound: f32) {
+/// z `[T,P]`, a_log `[1,N]`, dt_bias `[1,P]`; `lower_bound` is the gate bound (it multiplies the sigmoid).
+pub fn decay(dev: &Cpu, z: &mut Tensor, a_log: &Tensor, dt_bias: &Tensor, lower_bound: f32) {
     let p = z.cols();
-    let dim = p / a.cols();
+    let dim = p / a_log.cols();
     dev.run(|| {
         z.host_mut().par_chunks_mut(p).for_each(|row| {
-            let heads = row.chunks_exact_mut(dim).zip(dt_bias.host().chunks_exact(dim)).zip(a.host());
-            for ((z, bias), a) in heads {
+            let heads = row.chunks_exact_mut(dim).zip(dt_bias.host().chunks_exact(dim)).zip(a_log.host());
+            for ((z, bias), a_log) in heads {
+                let a = a_log.exp();
                 for (z, b) in z.iter_mut().zip(bias) {
                     *z = a * (*z + b);
                 }

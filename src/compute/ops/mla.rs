@@ -23,15 +23,37 @@ pub struct Shape {
     pub rank: usize,
 }
 
+/// The cache of one layer. Rows beyond the sequence's length are unspecified.
+#[derive(Debug, Clone)]
+pub struct MlaCache {
+    /// Widths.
+    pub shape: Shape,
+    /// Normalised latents `[capacity, R]`.
+    pub latent: Tensor,
+    /// Shared key part `[capacity, rope]`, raw.
+    pub rope: Tensor,
+}
+
+impl MlaCache {
+    /// An empty cache with room for `capacity` positions.
+    pub fn new(shape: Shape, capacity: usize) -> MlaCache {
+        MlaCache {
+            shape,
+            latent: Tensor::zeros(capacity, shape.rank),
+            rope: Tensor::zeros(capacity, shape.rope),
+        }
+    }
+}
+
 /// Writes the cache rows of a pass: `latent[pos+t] = RMSNorm(c[t,..R]; w, eps)`, `rope[pos+t] = c[t,R..]`.
 ///
-/// c `[T,R+rope]`, w `[1,R]`, latent `[capacity,R]`, rope `[capacity,rope]`; the rows must exist.
-pub fn append(c: &Tensor, w: &Tensor, eps: f32, pos: usize, latent: &mut Tensor, rope: &mut Tensor) {
+/// c `[T,R+rope]`, w `[1,R]`; the rows must exist.
+pub fn append(c: &Tensor, w: &Tensor, eps: f32, pos: usize, cache: &mut MlaCache) {
     let rank = w.cols();
     for t in 0..c.rows() {
         let (lat, shared) = c.row(t).split_at(rank);
-        vector::rms_norm(lat, w.host(), eps, latent.row_mut(pos + t));
-        rope.row_mut(pos + t).copy_from_slice(shared);
+        vector::rms_norm(lat, w.host(), eps, cache.latent.row_mut(pos + t));
+        cache.rope.row_mut(pos + t).copy_from_slice(shared);
     }
 }
 
@@ -63,19 +85,12 @@ thread_local! {
 /// Causal attention of T new tokens at `pos` over the cache rows `0..pos+T`.
 ///
 /// q `[T, N·(nope+rope)]` (per head nope then rope), kv_b `[N·(nope+value), R]` (per head the key rows, then the
-/// value rows), latent `[≥pos+T, R]`, shared `[≥pos+T, rope]`, o `[T, N·value]`. Per head and token, with
+/// value rows), o `[T, N·value]`. Per head and token, with
 /// `qk = Σ_d q_nope[d]·Wk[d,:]`: `p = softmax_s((qk·latent_s + q_rope·shared_s)·(nope+rope)^-½)`,
 /// `o = Wv·Σ_s p_s·latent_s`. The order of every sum depends on the number of visible positions alone.
-pub fn attend(
-    dev: &Cpu,
-    shape: Shape,
-    q: &Tensor,
-    kv_b: &Weight,
-    (latent, shared): (&Tensor, &Tensor),
-    pos: usize,
-    o: &mut Tensor,
-) {
-    let Shape { heads, nope, rope, value, rank } = shape;
+pub fn attend(dev: &Cpu, q: &Tensor, kv_b: &Weight, cache: &MlaCache, pos: usize, o: &mut Tensor) {
+    let MlaCache { shape, latent, rope: shared } = cache;
+    let Shape { heads, nope, rope, value, rank } = *shape;
     let (t_len, isa, width) = (q.rows(), dev.isa, nope + rope);
     o.reshape(t_len, heads * value);
     let scale = (width as f32).sqrt().recip();

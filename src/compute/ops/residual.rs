@@ -9,7 +9,7 @@ use rayon::prelude::*;
 ///
 /// sources: each `[T,H]`, the running sum last; w `[1,H]` = `norm_w·proj_w`; out `[T,H]`, probs `[T, sources]`.
 /// The mix is of the raw sources, and sums run over the sources in order.
-pub fn mix(dev: &Cpu, sources: &[&Tensor], w: &Tensor, eps: f32, out: &mut Tensor, probs: &mut Tensor) {
+pub fn mix(dev: &Cpu, sources: &[Tensor], w: &Tensor, eps: f32, out: &mut Tensor, probs: &mut Tensor) {
     let (t_len, h, n) = (sources[0].rows(), w.cols(), sources.len());
     out.reshape(t_len, h);
     probs.reshape(t_len, n);
