@@ -53,10 +53,11 @@ pub(super) trait Lanes {
     unsafe fn store(p: *mut f32, v: Self::V);
     /// Widens 16 bf16 values (32 bytes) exactly.
     unsafe fn load_bf16(p: *const u8) -> Self::V;
-    /// The unscaled E2M1 values of nibble I (0..8) of the sixteen 32-bit words of an MXFP4 group: lane `l` holds
-    /// column `8l + I`. Reads up to `GROUP_BYTES + 3` bytes.
+    /// The E2M1 values of nibble I (0..8) of the sixteen 32-bit words of an MXFP4 group, times a power of two of
+    /// the set's own: lane `l` holds column `8l + I`. Reads up to `GROUP_BYTES + 3` bytes.
     unsafe fn load_e2m1<const I: usize>(p: *const u8) -> Self::V;
-    /// The four scales of an MXFP4 group from their bytes, which are not 255: lane `l` holds scale `l / 4`.
+    /// The four scales of an MXFP4 group from their bytes, which are not 255, over the same power of two: lane
+    /// `l` holds scale `l / 4`. All these factors are exact, the subnormal ones too.
     unsafe fn load_scales(p: *const u8) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;

@@ -99,7 +99,10 @@ impl Lanes for Neon {
     }
     #[inline(always)]
     unsafe fn copysign(x: Self::V, s: Self::V) -> Self::V {
-        quarters!(i => vbslq_f32(vdupq_n_u32(1 << 31), s[i], x[i]))
+        quarters!(i => {
+            let sign = vandq_u32(vreinterpretq_u32_f32(s[i]), vdupq_n_u32(1 << 31));
+            vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_f32(vabsq_f32(x[i])), sign))
+        })
     }
     #[inline(always)]
     unsafe fn sum(v: Self::V) -> f32 {

@@ -31,20 +31,25 @@ impl Kernel for Rows<'_> {
     #[inline(always)]
     unsafe fn run<L: Lanes>(self) {
         match self.w.data {
-            Data::F32(bytes) => self.form::<L, F32>(bytes, &[]),
-            Data::Bf16(bytes) => self.form::<L, Bf16>(bytes, &[]),
-            Data::Mxfp4 { packed, scale } => self.form::<L, Mxfp4>(packed, scale),
+            Data::F32(bytes) => self.dense::<L, F32>(bytes),
+            Data::Bf16(bytes) => self.dense::<L, Bf16>(bytes),
+            Data::Mxfp4 { packed, scale } => match (self.tokens, L::TILE) {
+                (1, _) => self.walk::<L, Mxfp4, 4, 1>(packed, scale),
+                (_, Tile::Large) => self.walk::<L, Mxfp4, 4, 4>(packed, scale),
+                // Unpacking costs more than widening does: share it among as many tokens as fit.
+                (_, Tile::Small) => self.walk::<L, Mxfp4, 1, 6>(packed, scale),
+            },
         }
     }
 }
 
 impl Rows<'_> {
     #[inline(always)]
-    unsafe fn form<L: Lanes, F: Format>(&self, bytes: &[u8], scale: &[u8]) {
+    unsafe fn dense<L: Lanes, F: Format>(&self, bytes: &[u8]) {
         match (self.tokens, L::TILE) {
-            (1, _) => self.walk::<L, F, 4, 1>(bytes, scale),
-            (_, Tile::Large) => self.walk::<L, F, 4, 6>(bytes, scale),
-            (_, Tile::Small) => self.walk::<L, F, 2, 2>(bytes, scale),
+            (1, _) => self.walk::<L, F, 4, 1>(bytes, &[]),
+            (_, Tile::Large) => self.walk::<L, F, 4, 6>(bytes, &[]),
+            (_, Tile::Small) => self.walk::<L, F, 2, 2>(bytes, &[]),
         }
     }
 

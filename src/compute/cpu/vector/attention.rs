@@ -1,6 +1,6 @@
 //! The inner loops of KDA and MLA, one head or one group of heads at a time. Callers are parallel over heads.
 
-use super::super::lanes::{Kernel, LANES, Lanes};
+use super::super::lanes::{Kernel, LANES, Lanes, Tile};
 use super::super::simd::Isa;
 
 /// One token of the KDA recurrence for one head, on the state S `[Dk, Dv]` with `Dk = k.len()`,
@@ -143,19 +143,30 @@ impl Kernel for Scores<'_> {
 
     #[inline(always)]
     unsafe fn run<L: Lanes>(mut self) {
-        // Positions outermost: four of them stay in the first-level cache for all heads.
+        match L::TILE {
+            Tile::Large => self.walk::<L, 4, 4>(),
+            Tile::Small => self.walk::<L, 2, 2>(),
+        }
+    }
+}
+
+impl Scores<'_> {
+    /// Tiles of H heads and P positions; positions outermost, so that they stay in the first-level cache for
+    /// all heads.
+    #[inline(always)]
+    unsafe fn walk<L: Lanes, const H: usize, const P: usize>(&mut self) {
         let mut s = 0;
-        while s + 4 <= self.positions {
+        while s + P <= self.positions {
             let mut h = 0;
-            while h + 4 <= self.heads {
-                self.tile::<L, 4, 4>(h, s);
-                h += 4;
+            while h + H <= self.heads {
+                self.tile::<L, H, P>(h, s);
+                h += H;
             }
             while h < self.heads {
-                self.tile::<L, 1, 4>(h, s);
+                self.tile::<L, 1, P>(h, s);
                 h += 1;
             }
-            s += 4;
+            s += P;
         }
         while s < self.positions {
             for h in 0..self.heads {
@@ -164,9 +175,7 @@ impl Kernel for Scores<'_> {
             s += 1;
         }
     }
-}
 
-impl Scores<'_> {
     /// H heads from `h` on times P positions from `s` on.
     #[inline(always)]
     unsafe fn tile<L: Lanes, const H: usize, const P: usize>(&mut self, h: usize, s: usize) {
@@ -233,29 +242,38 @@ impl Kernel for WeightedSum<'_> {
 
     #[inline(always)]
     unsafe fn run<L: Lanes>(mut self) {
-        for s in (0..self.positions).step_by(BLOCK) {
-            let mut c = 0;
-            while c < self.r {
-                let wide = c + 4 * LANES <= self.r;
-                let n = if wide { LANES } else { LANES.min(self.r - c) };
-                let mut h = 0;
-                while h < self.heads {
-                    let four = h + 4 <= self.heads;
-                    match (four, wide) {
-                        (true, true) => self.tile::<L, 4, 4>(h, s, c, n),
-                        (true, false) => self.tile::<L, 4, 1>(h, s, c, n),
-                        (false, true) => self.tile::<L, 1, 4>(h, s, c, n),
-                        (false, false) => self.tile::<L, 1, 1>(h, s, c, n),
-                    }
-                    h += if four { 4 } else { 1 };
-                }
-                c += if wide { 4 * LANES } else { n };
-            }
+        match L::TILE {
+            Tile::Large => self.walk::<L, 4, 4>(),
+            Tile::Small => self.walk::<L, 2, 2>(),
         }
     }
 }
 
 impl WeightedSum<'_> {
+    /// Tiles of H heads and C groups of sixteen columns, block by block of positions.
+    #[inline(always)]
+    unsafe fn walk<L: Lanes, const H: usize, const C: usize>(&mut self) {
+        for s in (0..self.positions).step_by(BLOCK) {
+            let mut c = 0;
+            while c < self.r {
+                let wide = c + C * LANES <= self.r;
+                let n = if wide { LANES } else { LANES.min(self.r - c) };
+                let mut h = 0;
+                while h < self.heads {
+                    let full = h + H <= self.heads;
+                    match (full, wide) {
+                        (true, true) => self.tile::<L, H, C>(h, s, c, n),
+                        (true, false) => self.tile::<L, H, 1>(h, s, c, n),
+                        (false, true) => self.tile::<L, 1, C>(h, s, c, n),
+                        (false, false) => self.tile::<L, 1, 1>(h, s, c, n),
+                    }
+                    h += if full { H } else { 1 };
+                }
+                c += if wide { C * LANES } else { n };
+            }
+        }
+    }
+
     /// Adds the block of positions at `s` for H heads and C groups of `n` columns (`n < 16` only for C = 1).
     #[inline(always)]
     unsafe fn tile<L: Lanes, const H: usize, const C: usize>(
