@@ -7,4 +7,5 @@ pub mod format;
 mod header;
 mod index;
 pub mod names;
+mod released;
 pub mod shards;
