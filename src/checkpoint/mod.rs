@@ -9,3 +9,4 @@ mod index;
 pub mod names;
 mod released;
 pub mod shards;
+pub mod synth;
