@@ -7,4 +7,6 @@ pub mod format;
 mod header;
 mod index;
 pub mod names;
+mod released;
 pub mod shards;
+pub mod synth;
