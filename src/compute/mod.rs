@@ -1,3 +1,4 @@
 //! Every operation of the network.
 
 pub mod cpu;
+pub mod gpu;
