@@ -3,4 +3,5 @@
 pub mod backend;
 pub mod cpu;
 pub mod device;
+pub mod gpu;
 pub mod ops;

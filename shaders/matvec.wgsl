@@ -1,0 +1,66 @@
+// y = x·Wᵀ for one token or a few: a group computes ROWS rows for TOKENS tokens with 64 lanes.
+//
+// Order of the sum, the same for every row, token count and format: lane l takes the units l, l+64, …; within a
+// unit a vec4 `sum` collects the products of four columns at a time, in column order; the unit's `sum`, times
+// its scale, is added to the lane's vec4. The lane's value is (x+y)+(z+w); lanes are added in a tree of
+// halves: lane i += lane i+32, then +16, 8, 4, 2, 1.
+var<workgroup> part: array<f32, 64u * ROWS * TOKENS>;
+
+@compute @workgroup_size(64)
+fn main(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) nwg: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+) {
+    let row0 = group_id(wid, nwg) * ROWS;
+    let token0 = wid.z * TOKENS;
+    if (row0 >= p.rows) {
+        return;
+    }
+    var acc: array<vec4<f32>, ROWS * TOKENS>;
+    for (var u = lane; u < p.units; u += 64u) {
+        var xs: array<vec4<f32>, VECS * TOKENS>;
+        for (var t = 0u; t < TOKENS; t++) {
+            let token = min(token0 + t, p.tokens - 1u);
+            for (var j = 0u; j < VECS; j++) {
+                xs[t * VECS + j] = x_at(token, u * PER + 4u * j);
+            }
+        }
+        for (var r = 0u; r < ROWS; r++) {
+            let row = min(row0 + r, p.rows - 1u);
+            let unit = w[row * p.units + u];
+            let scale = unit_scale(row, u);
+            var sum: array<vec4<f32>, TOKENS>;
+            for (var j = 0u; j < VECS; j++) {
+                let v = unpack(unit, j);
+                for (var t = 0u; t < TOKENS; t++) {
+                    sum[t] = sum[t] + v * xs[t * VECS + j];
+                }
+            }
+            for (var t = 0u; t < TOKENS; t++) {
+                acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[t] * scale;
+            }
+        }
+    }
+    for (var i = 0u; i < ROWS * TOKENS; i++) {
+        let a = acc[i];
+        part[i * 64u + lane] = (a.x + a.y) + (a.z + a.w);
+    }
+    for (var half = 32u; half > 0u; half = half >> 1u) {
+        workgroupBarrier();
+        if (lane < half) {
+            for (var i = 0u; i < ROWS * TOKENS; i++) {
+                let at = i * 64u + lane;
+                part[at] = part[at] + part[at + half];
+            }
+        }
+    }
+    workgroupBarrier();
+    if (lane < ROWS * TOKENS) {
+        let row = row0 + lane / TOKENS;
+        let token = token0 + lane % TOKENS;
+        if (row < p.rows && token < p.tokens) {
+            emit(token, row, part[lane * 64u]);
+        }
+    }
+}
