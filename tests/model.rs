@@ -9,7 +9,7 @@ use trunkline::compute::device::Tensor;
 use trunkline::compute::ops::moe::Routing;
 use trunkline::model::forward::{Logits, Scratch};
 use trunkline::model::session::Session;
-use trunkline::model::state::{LayerState, State};
+use trunkline::model::state::State;
 use trunkline::model::{Model, Observer, Point, Unobserved};
 
 /// The gate of trace, state and logits.
@@ -34,7 +34,7 @@ fn logits_and_greedy_tokens_equal_the_reference() {
         let mut prompt = 0;
         while golden.has(&format!("p{prompt}.ids")) {
             let ids = golden.ids(&format!("p{prompt}.ids"));
-            let mut session = Session::new(model.clone());
+            let mut session = Session::new(model.clone()).unwrap();
             let mut all = Vec::new();
             session
                 .feed_all(&ids, &mut Unobserved, &mut |_, row| {
@@ -91,7 +91,7 @@ fn trace_and_state_equal_the_reference() {
     for set in SETS {
         let (model, golden) = open_golden(set);
         let ids = golden.ids("p2.ids");
-        let mut state = State::new(model.config(), model.context());
+        let mut state = model.new_state().unwrap();
         let mut seen = Recorder::default();
         model.forward(&mut state, &mut Scratch::default(), &ids, Logits::All, &mut seen).unwrap();
         let layers = model.config().layers.len();
@@ -124,7 +124,7 @@ fn trace_and_state_equal_the_reference() {
         check("trace.final.norm".into(), Point::FinalNorm, layers);
         assert_eq!(checked, golden.count("trace.") - golden.count_containing(".topk_"), "{set}");
         routing_equals(set, &golden, &seen, ids.len());
-        state_equals(set, &golden, &state, ids.len());
+        state_equals(set, &golden, &model, &state);
     }
 }
 
@@ -154,25 +154,19 @@ fn routing_equals(set: &str, golden: &Golden, seen: &Recorder, tokens: usize) {
     assert!(layers >= 5, "{set}: routing of {layers} layers");
 }
 
-fn state_equals(set: &str, golden: &Golden, state: &State, len: usize) {
-    for (i, layer) in state.layers.iter().enumerate() {
-        let close = |name: &str, t: &Tensor, rows: usize| {
-            let name = format!("state.L{i}.{name}");
-            assert_close(&format!("{set} {name}"), &t.host()[..rows * t.cols()], &golden.f32(&name), DEEP);
+fn state_equals(set: &str, golden: &Golden, model: &Model, state: &State) {
+    let mut compared = 0;
+    for (name, t) in model.export(state).unwrap() {
+        let name = match name.strip_prefix("layers.").and_then(|n| n.split_once('.')) {
+            Some((layer, "s")) => format!("state.L{layer}.S"),
+            Some((layer, "rope")) => format!("state.L{layer}.k_rope"),
+            Some((layer, part)) => format!("state.L{layer}.{part}"),
+            None => name,
         };
-        match layer {
-            LayerState::Kda { now, .. } => {
-                close("conv_q", &now.conv[0], now.conv[0].rows());
-                close("conv_k", &now.conv[1], now.conv[1].rows());
-                close("conv_v", &now.conv[2], now.conv[2].rows());
-                close("S", &now.s, now.s.rows());
-            }
-            LayerState::Mla(cache) => {
-                close("latent", &cache.latent, len);
-                close("k_rope", &cache.rope, len);
-            }
-        }
+        assert_close(&format!("{set} {name}"), t.host(), &golden.f32(&name), DEEP);
+        compared += 1;
     }
+    assert_eq!(compared, golden.count("state."));
 }
 
 /// A prompt of `n` ids that visits the vocabulary.
@@ -188,7 +182,7 @@ fn prompt(n: usize, vocab: usize) -> Vec<u32> {
 
 /// Bits of the logits at every position, and of the state at the end.
 fn fed_in_chunks(model: &Arc<Model>, ids: &[u32], chunk: usize) -> (Vec<u32>, Vec<u32>) {
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     let mut bits = Vec::new();
     for part in ids.chunks(chunk) {
         session
@@ -199,19 +193,8 @@ fn fed_in_chunks(model: &Arc<Model>, ids: &[u32], chunk: usize) -> (Vec<u32>, Ve
             .unwrap();
     }
     let mut state = Vec::new();
-    for layer in &session.state().layers {
-        let mut take =
-            |t: &Tensor, rows: usize| state.extend(t.host()[..rows * t.cols()].iter().map(|v| v.to_bits()));
-        match layer {
-            LayerState::Kda { now, .. } => {
-                now.conv.iter().for_each(|c| take(c, c.rows()));
-                take(&now.s, now.s.rows());
-            }
-            LayerState::Mla(c) => {
-                take(&c.latent, ids.len());
-                take(&c.rope, ids.len());
-            }
-        }
+    for (_, t) in model.export(session.state()).unwrap() {
+        state.extend(t.host().iter().map(|v| v.to_bits()));
     }
     (bits, state)
 }
@@ -262,11 +245,11 @@ fn c17_another_continuation_is_recomputed() {
     let (a, b, c) = (prompt(20, 500), prompt(9, 400), prompt(11, 300));
     let ab = [a.clone(), b].concat();
     let ac = [a, c].concat();
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     session.sync(&ab, 16, &mut Unobserved, &mut |_| Ok(())).unwrap();
     let synced = session.sync(&ac, 16, &mut Unobserved, &mut |_| Ok(())).unwrap();
     assert!(synced.restarted && synced.reused == 0);
-    let mut fresh = Session::new(model);
+    let mut fresh = Session::new(model).unwrap();
     fresh.sync(&ac, 7, &mut Unobserved, &mut |_| Ok(())).unwrap();
     assert_eq!(session.logits(), fresh.logits());
     assert_eq!(session.tokens(), fresh.tokens());

@@ -10,7 +10,6 @@ use trunkline::compute::device::{Cpu, Tensor};
 use trunkline::compute::ops::{kda, moe, norm, residual};
 use trunkline::model::Point;
 use trunkline::model::forward::Scratch;
-use trunkline::model::state::State;
 
 /// The gate of single operations.
 const OP: f64 = 1e-5;
@@ -202,7 +201,7 @@ fn blocks_fed_in_two_parts() {
         {
             let layer = g.ids(&format!("{name}.layer"))[0] as usize;
             let x = g.f32(&format!("{name}.x"));
-            let mut state = State::new(model.config(), 16);
+            let mut state = model.new_state().unwrap();
             let mut scratch = Scratch::default();
             let mut found = Vec::new();
             for part in [&x[..5 * h], &x[5 * h..]] {

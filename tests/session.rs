@@ -30,7 +30,7 @@ fn a_restored_session_goes_on_with_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s.session");
     let (model, _) = open_golden("base");
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     session.sync(&ids(23), 8, &mut Unobserved, &mut |_| Ok(())).unwrap();
     let more = Continuation { prompt_tokens: 20, sampler: "greedy \"1\"".into(), pending: Some(7) };
     session_file::save(&session, &more, &path).unwrap();
@@ -50,14 +50,14 @@ fn c17_a_restored_session_with_another_continuation_is_recomputed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s.session");
     let (model, _) = open_golden("toggles");
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     session.sync(&ids(23), 8, &mut Unobserved, &mut |_| Ok(())).unwrap();
     session_file::save(&session, &Continuation::default(), &path).unwrap();
     let (mut restored, _) = session_file::load(&model, &path).unwrap();
     let mut other = ids(15);
     other.extend([3, 1, 4, 1, 5]);
     assert!(restored.sync(&other, 8, &mut Unobserved, &mut |_| Ok(())).unwrap().restarted);
-    let mut fresh = Session::new(model);
+    let mut fresh = Session::new(model).unwrap();
     fresh.sync(&other, 3, &mut Unobserved, &mut |_| Ok(())).unwrap();
     assert_eq!(restored.logits(), fresh.logits());
 }
@@ -67,7 +67,7 @@ fn damaged_and_foreign_session_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s.session");
     let (model, _) = open_golden("base");
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     session.sync(&ids(5), 8, &mut Unobserved, &mut |_| Ok(())).unwrap();
     session_file::save(&session, &Continuation::default(), &path).unwrap();
     let whole = std::fs::read(&path).unwrap();
@@ -113,13 +113,13 @@ impl Observer for StopAt<'_> {
 #[test]
 fn an_interrupted_step_leaves_the_last_whole_one() {
     let (reference, _) = open_golden("base");
-    let mut unbroken = Session::new(reference);
+    let mut unbroken = Session::new(reference).unwrap();
     unbroken.sync(&ids(19), 8, &mut Unobserved, &mut |_| Ok(())).unwrap();
     let expected = greedy(&mut unbroken, 10);
 
     let (model, _) = open_model("base", 2, 1 << 30);
     for layer in [0, 4, 7] {
-        let mut session = Session::new(model.clone());
+        let mut session = Session::new(model.clone()).unwrap();
         session.sync(&ids(19), 8, &mut Unobserved, &mut |_| Ok(())).unwrap();
         let mut found = greedy(&mut session, 4);
         let before = session.logits().to_vec();
@@ -137,7 +137,7 @@ fn an_interrupted_step_leaves_the_last_whole_one() {
 #[test]
 fn a_full_context_is_an_error_that_keeps_the_state() {
     let (model, _) = open_golden("base");
-    let mut session = Session::new(model.clone());
+    let mut session = Session::new(model.clone()).unwrap();
     let long = vec![1; model.context() + 1];
     let e = session.sync(&long, model.context(), &mut Unobserved, &mut |_| Ok(())).err();
     assert!(e.is_some_and(|e| e.kind() == Kind::Usage && e.to_string().contains("context")));

@@ -96,7 +96,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     let load = start.elapsed();
     let start = Instant::now();
     progress.phase(format!("evaluating {} tokens", ids.len()));
-    let mut session = Session::new(loaded.clone());
+    let mut session = Session::new(loaded.clone())?;
     let mut sum = 0.0f64;
     let mut done = 0;
     let result: Result<()> = ids.chunks(f.run.prefill_chunk).try_for_each(|part| {

@@ -221,7 +221,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
     // Draws depend on these alone, and on the position.
     let how = serde_json::to_string(&(f.temperature, f.top_p, f.top_k, f.min_p, f.seed))
         .map_err(|e| Error::run("cannot encode the sampler").cause(e))?;
-    let mut session = Session::new(loaded.clone());
+    let mut session = Session::new(loaded.clone())?;
     let mut given = given;
     if let Some(path) = f.session.as_deref().filter(|p| p.exists()) {
         progress.phase("reading the session");

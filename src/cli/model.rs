@@ -113,7 +113,7 @@ pub fn open(
     };
     let model = Model::open(
         checkpoint,
-        &Options {
+        Options {
             threads: flags.threads.unwrap_or_else(machine::default_threads),
             context,
             chunk: flags.prefill_chunk.min(context),
@@ -121,6 +121,7 @@ pub fn open(
             budget,
             io_depth: flags.io_depth,
             cancel,
+            gpu: None,
         },
     )?;
     let p = model.placement();

@@ -43,6 +43,8 @@ pub trait Backend {
     fn download(&mut self, from: &Self::Tensor) -> Result<Tensor>;
     /// A weight from host memory. Where it must be split, it is split at multiples of `row_multiple` rows.
     fn weight(&mut self, from: &Weight, row_multiple: usize, label: &str) -> Result<Self::Weight>;
+    /// Taps of a convolution, given outermost `[k,P]`, in the layout that [`Backend::short_conv`] reads here.
+    fn taps(&mut self, w: &Tensor) -> Result<Self::Tensor>;
     /// An empty cache with room for `capacity` positions.
     fn cache(&mut self, shape: Shape, capacity: usize) -> Result<Self::Cache>;
     /// Gives `s` `count` sources `[rows, cols]` each; the contents are unspecified.
@@ -55,6 +57,8 @@ pub trait Backend {
     fn shape(&mut self, t: &mut Self::Tensor, rows: usize, cols: usize) -> Result<()>;
     /// Names what follows for profilers, until the next call.
     fn section(&mut self, name: std::fmt::Arguments<'_>) -> Result<()>;
+    /// A layer is complete: what was recorded may start.
+    fn end_layer(&mut self) -> Result<()>;
 
     /// `to = from`.
     fn copy(&mut self, from: &Self::Tensor, to: &mut Self::Tensor) -> Result<()>;
@@ -170,6 +174,9 @@ impl Backend for &Cpu {
     fn weight(&mut self, from: &Weight, _row_multiple: usize, _label: &str) -> Result<Weight> {
         Ok(from.clone())
     }
+    fn taps(&mut self, w: &Tensor) -> Result<Tensor> {
+        Ok(w.clone())
+    }
     fn cache(&mut self, shape: Shape, capacity: usize) -> Result<MlaCache> {
         Ok(MlaCache::new(shape, capacity))
     }
@@ -189,6 +196,9 @@ impl Backend for &Cpu {
         Ok(())
     }
     fn section(&mut self, _name: std::fmt::Arguments<'_>) -> Result<()> {
+        Ok(())
+    }
+    fn end_layer(&mut self) -> Result<()> {
         Ok(())
     }
     fn copy(&mut self, from: &Tensor, to: &mut Tensor) -> Result<()> {

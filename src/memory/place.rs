@@ -1,6 +1,7 @@
 //! How memory is divided: state and scratch first, then the trunk, then the expert cache.
 
 use crate::error::{Error, Result};
+use crate::model::GpuPlan;
 use serde::Serialize;
 
 /// What has to be placed, in bytes unless said otherwise.
@@ -101,6 +102,32 @@ impl Placement {
             expert_cache: expert_slots * d.expert,
         })
     }
+}
+
+/// Which units (the layers, then the output head) the GPU takes: in order as far as the budget goes, or all. `units` are
+/// their whole demands on the device, `scratch` what a pass needs there besides.
+pub fn fill_device(plan: &GpuPlan, scratch: u64, units: &[u64]) -> Result<Vec<bool>> {
+    let all = scratch + units.iter().sum::<u64>();
+    if plan.everything && all > plan.budget {
+        return Err(Error::machine("the model does not fit the GPU memory budget")
+            .device(plan.gpu.name())
+            .cause(format_args!(
+                "weights, experts and state {} + scratch {scratch} = {all} bytes, the budget is {}",
+                all - scratch,
+                plan.budget
+            ))
+            .hint(format!("--vram {all}, or --device auto to leave part of the model on the CPU")));
+    }
+    let mut used = scratch;
+    let mut room = true;
+    Ok(units
+        .iter()
+        .map(|u| {
+            room &= used + u <= plan.budget;
+            used += if room { *u } else { 0 };
+            room
+        })
+        .collect())
 }
 
 #[cfg(test)]

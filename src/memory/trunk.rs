@@ -195,6 +195,14 @@ impl Trunk {
         self.resident[i].is_some()
     }
 
+    /// The bytes of unit `i`, read for this call alone.
+    pub fn read_once(&self, i: usize) -> Result<Arc<Slab>> {
+        let bytes = usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
+        let mut slab = Slab::new(bytes)?;
+        self.shared.read(self.unit(i), &mut slab)?;
+        Ok(Arc::new(slab))
+    }
+
     /// The bytes of unit `i`: at hand, or once its read has arrived. Starts the read of the next streamed unit.
     pub fn fetch(&self, i: usize) -> Result<Arc<Slab>> {
         if let Some(cell) = &self.resident[i] {

@@ -1,13 +1,15 @@
-//! One pass: T tokens through every layer.
+//! One pass: T tokens through every layer, each on its device.
 
-use super::layer::{Buffers, Experts, Pass};
-use super::state::State;
+use super::gpu::{GpuSide, ResidentExperts};
+use super::layer::{Buffers, DeviceState, Experts, Pass};
+use super::state::{AnyState, LayerState, State};
 use super::weights::{Expert, Layer};
-use super::{Model, Observer, Point};
+use super::{Model, Observer, Point, transfer};
 use crate::checkpoint::config::Config;
 use crate::compute::backend::Backend;
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor, Weight};
+use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
 use crate::error::{Error, Kind, Result};
 use std::sync::Arc;
 
@@ -24,22 +26,44 @@ pub enum Logits {
 #[derive(Default)]
 pub struct Scratch {
     cpu: Buffers<Tensor, Vec<Tensor>>,
+    gpu: Buffers<GpuBuf, GpuSources>,
+    gpu_logits: GpuBuf,
+    work: GpuWork,
     /// `[T,V]` or `[1,V]`
     logits: Tensor,
+}
+
+/// Values of f32 per token that a pass needs, roughly, without the logits.
+fn values_per_token(c: &Config) -> usize {
+    let p = c.kda.heads * c.kda.head_dim;
+    c.hidden_size * (sources(c) + 3)
+        + 8 * p
+        + 2 * c.intermediate_size
+        + c.moe.experts
+        + c.expert_width() * (c.moe.experts_per_token + 5)
+}
+
+/// Sources of the last residual mix.
+fn sources(c: &Config) -> usize {
+    1 + (0..c.layers.len()).filter(|i| c.is_block_boundary(*i)).count()
 }
 
 impl Scratch {
     /// Bytes that a pass of `tokens` tokens needs, roughly: the figure of the plan.
     pub fn bytes(c: &Config, tokens: usize, all_logits: bool) -> u64 {
-        let p = c.kda.heads * c.kda.head_dim;
-        let boundaries = c.attn_res_block_size.map_or(0, |b| c.layers.len().div_ceil(b));
-        let per_token = c.hidden_size * (boundaries + 4)
-            + 8 * p
-            + 2 * c.intermediate_size
-            + c.moe.experts
-            + c.expert_width() * (c.moe.experts_per_token + 5);
         let logits = if all_logits { tokens } else { 1 } * c.vocab_size;
-        4 * (tokens * per_token + logits) as u64
+        4 * (tokens * values_per_token(c) + logits) as u64
+    }
+
+    /// Tokens of a pass whose widest buffer stays within `limit` bytes.
+    pub fn most_tokens(c: &Config, limit: u64, all_logits: bool) -> usize {
+        let widest = (c.hidden_size * sources(c))
+            .max(c.intermediate_size)
+            .max(c.moe.shared_experts * c.moe.intermediate_size)
+            .max(c.expert_width() * c.moe.experts_per_token)
+            .max(c.mla.heads * c.mla.kv_lora_rank)
+            .max(if all_logits { c.vocab_size } else { 0 });
+        usize::try_from(limit / (4 * widest as u64)).unwrap_or(usize::MAX).max(1)
     }
 }
 
@@ -65,7 +89,135 @@ impl<'c> Experts<&'c Cpu> for HostExperts<'_> {
     }
 }
 
+/// What a pass works on.
+struct Run<'a> {
+    model: &'a Model,
+    number: u64,
+    pos: usize,
+    seen: &'a mut dyn Observer,
+}
+
+impl Run<'_> {
+    fn cpu_layer(
+        &mut self,
+        i: usize,
+        state: &mut DeviceState<&Cpu>,
+        s: &mut Buffers<Tensor, Vec<Tensor>>,
+    ) -> Result<()> {
+        let m = self.model;
+        let layer = m.layer(i)?;
+        let pass = Pass {
+            device: &mut &m.cpu,
+            config: m.config(),
+            number: self.number,
+            pos: self.pos,
+            experts: &mut HostExperts(m),
+            seen: self.seen,
+        };
+        { pass }.layer(i, &layer, state, s)?;
+        m.counters.ram_bytes.add(m.trunk.unit(i).bytes());
+        Ok(())
+    }
+
+    fn gpu_layer(
+        &mut self,
+        i: usize,
+        side: &GpuSide,
+        device: &mut GpuBackend<'_>,
+        state: &mut LayerState<GpuBuf, crate::compute::gpu::LatentCache>,
+        s: &mut Buffers<GpuBuf, GpuSources>,
+    ) -> Result<()> {
+        let m = self.model;
+        let layer = side.layer(i)?;
+        let mut experts = Counted { inner: ResidentExperts(layer), model: m };
+        let pass = Pass {
+            device,
+            config: m.config(),
+            number: self.number,
+            pos: self.pos,
+            experts: &mut experts,
+            seen: self.seen,
+        };
+        { pass }.layer(i, &layer.trunk, state, s)?;
+        m.counters.vram_bytes.add(m.trunk.unit(i).bytes());
+        Ok(())
+    }
+}
+
+/// Counts what the GPU takes from its own memory.
+struct Counted<'a> {
+    inner: ResidentExperts<'a>,
+    model: &'a Model,
+}
+
+impl<'g> Experts<GpuBackend<'g>> for Counted<'_> {
+    fn for_each(
+        &mut self,
+        device: &mut GpuBackend<'g>,
+        layer: usize,
+        experts: &[u32],
+        pass: u64,
+        f: &mut dyn FnMut(&mut GpuBackend<'g>, u32, &Expert<crate::compute::gpu::GpuMatrix>) -> Result<()>,
+    ) -> Result<()> {
+        self.model.check_cancelled()?;
+        let (c, n) = (&self.model.counters, experts.len() as u64);
+        c.expert_requests.add(n);
+        c.expert_vram_hits.add(n);
+        c.vram_bytes.add(n * self.model.expert_bytes);
+        self.inner.for_each(device, layer, experts, pass, f)
+    }
+}
+
+/// Where the activations of a pass are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    Cpu,
+    Gpu,
+}
+
+/// Carries the sources of the residual mix to the GPU.
+fn to_gpu(device: &mut GpuBackend<'_>, s: &mut Scratch, count: usize) -> Result<()> {
+    let first = &s.cpu.sources[0];
+    device.shape_sources(&mut s.gpu.sources, count, first.rows(), first.cols())?;
+    s.gpu.blocks = s.cpu.blocks;
+    for i in 0..=s.cpu.blocks {
+        device.upload(&s.cpu.sources[i], GpuBackend::source_mut(&mut s.gpu.sources, i))?;
+    }
+    Ok(())
+}
+
+/// Carries them back.
+fn to_cpu(device: &mut GpuBackend<'_>, s: &mut Scratch) -> Result<()> {
+    s.cpu.blocks = s.gpu.blocks;
+    for i in 0..=s.gpu.blocks {
+        s.cpu.sources[i] = device.download(GpuBackend::source(&s.gpu.sources, i))?;
+    }
+    Ok(())
+}
+
 impl Model {
+    /// The state before the first token, each layer's where the layer is computed.
+    pub fn new_state(&self) -> Result<State> {
+        let config = self.config();
+        let mut layers = Vec::with_capacity(config.layers.len());
+        let mut work = GpuWork::default();
+        for i in 0..config.layers.len() {
+            layers.push(match &self.gpu {
+                Some(side) if self.on_gpu[i] => {
+                    let mut device = GpuBackend::new(&side.gpu, &mut work, false);
+                    AnyState::Gpu(transfer::state(&mut device, config, i, self.context)?)
+                }
+                _ => AnyState::Cpu(transfer::state(&mut &self.cpu, config, i, self.context)?),
+            });
+        }
+        Ok(State { layers, len: 0, capacity: self.context })
+    }
+
+    /// The most tokens that one pass takes.
+    pub fn most_tokens(&self) -> usize {
+        self.most_tokens
+    }
+
     /// Feeds `ids` at the state's end. On success the state has advanced by all of them; on any error, a
     /// cancelled run among them, it is that of the last whole step.
     pub fn forward<'s>(
@@ -84,46 +236,61 @@ impl Model {
             ))
             .hint("raise --context"));
         }
-        if ids.is_empty() {
-            return Err(Error::usage("a pass needs at least one token"));
+        if ids.is_empty() || ids.len() > self.most_tokens {
+            return Err(Error::usage("a pass has another number of tokens")
+                .expected(format_args!("1 to {}", self.most_tokens), ids.len()));
         }
-        let number = self.next_pass();
-        self.cpu.run(|| self.layers(state, s, ids, want, number, seen))?;
+        let run = Run { model: self, number: self.next_pass(), pos: state.len(), seen };
+        self.cpu.run(|| self.pass(run, state, s, ids, want))?;
         state.commit(ids.len());
         Ok(&s.logits)
     }
 
-    fn layers(
+    fn pass(
         &self,
+        mut run: Run<'_>,
         state: &mut State,
         s: &mut Scratch,
         ids: &[u32],
         want: Logits,
-        number: u64,
-        seen: &mut dyn Observer,
     ) -> Result<()> {
-        let n = self.config().layers.len();
-        let pos = state.len();
+        let config = self.config();
+        let n = config.layers.len();
+        let count = sources(config);
         s.cpu.blocks = 0;
-        let sources = 1 + (0..n).filter(|i| self.config().is_block_boundary(*i)).count();
-        (&mut &self.cpu).shape_sources(&mut s.cpu.sources, sources, ids.len(), self.config().hidden_size)?;
+        (&mut &self.cpu).shape_sources(&mut s.cpu.sources, count, ids.len(), config.hidden_size)?;
         self.embed(ids, &mut s.cpu.sources[0])?;
-        let mut experts = HostExperts(self);
-        let mut pass =
-            Pass { device: &self.cpu, config: self.config(), number, pos, experts: &mut experts, seen };
-        for i in 0..n {
-            pass.seen.layer(i, n);
+        let mut at = At::Cpu;
+        let mut work = std::mem::take(&mut s.work);
+        let mut device = self.gpu.as_ref().map(|side| GpuBackend::new(&side.gpu, &mut work, false));
+        for i in 0..=n {
+            run.seen.layer(i, n);
             self.check_cancelled()?;
-            let layer = self.layer(i)?;
-            pass.layer(i, &layer, &mut state.layers[i], &mut s.cpu).map_err(|e| e.layer(i))?;
-            self.counters.ram_bytes.add(self.trunk.unit(i).bytes());
+            if let Some(device) = &mut device {
+                let goal = if self.on_gpu[i] { At::Gpu } else { At::Cpu };
+                match (at, goal) {
+                    (At::Cpu, At::Gpu) => to_gpu(device, s, count)?,
+                    (At::Gpu, At::Cpu) => to_cpu(device, s)?,
+                    _ => {}
+                }
+                at = goal;
+            }
+            if i == n {
+                self.head(&mut run, at, device.as_mut(), s, want)?;
+                break;
+            }
+            match (&mut state.layers[i], &self.gpu, &mut device) {
+                (AnyState::Cpu(state), _, _) => run.cpu_layer(i, state, &mut s.cpu),
+                (AnyState::Gpu(state), Some(side), Some(device)) => {
+                    run.gpu_layer(i, side, device, state, &mut s.gpu)
+                }
+                _ => Err(Error::run("the state is of another model")),
+            }
+            .map_err(|e| e.layer(i))?;
         }
-        pass.seen.layer(n, n);
-        self.check_cancelled()?;
-        let head = self.output()?;
-        pass.head(&head, want == Logits::All, &mut s.cpu, &mut s.logits)?;
-        self.counters.ram_bytes.add(head.lm_head.matrix().bytes() as u64);
-        let first = pos + ids.len() - s.logits.rows();
+        drop(device);
+        s.work = work;
+        let first = run.pos + ids.len() - s.logits.rows();
         for t in 0..s.logits.rows() {
             if !vector::all_finite(s.logits.row(t)) {
                 return Err(Error::new(Kind::NonFinite, "a logit is not finite").position(first + t));
@@ -132,27 +299,67 @@ impl Model {
         Ok(())
     }
 
+    fn head(
+        &self,
+        run: &mut Run<'_>,
+        at: At,
+        device: Option<&mut GpuBackend<'_>>,
+        s: &mut Scratch,
+        want: Logits,
+    ) -> Result<()> {
+        let (config, all) = (self.config(), want == Logits::All);
+        let (number, pos) = (run.number, run.pos);
+        let unit = self.trunk.unit(config.layers.len()).bytes();
+        match (at, device, &self.gpu) {
+            (At::Gpu, Some(device), Some(side)) => {
+                let experts = &mut NoExperts;
+                let mut pass = Pass { device, config, number, pos, experts, seen: run.seen };
+                pass.head(side.head()?, all, &mut s.gpu, &mut s.gpu_logits)?;
+                s.logits = pass.device.download(&s.gpu_logits)?;
+                self.counters.vram_bytes.add(unit);
+            }
+            _ => {
+                let head = self.output()?;
+                let experts = &mut HostExperts(self);
+                let mut pass = Pass { device: &mut &self.cpu, config, number, pos, experts, seen: run.seen };
+                pass.head(&head, all, &mut s.cpu, &mut s.logits)?;
+                self.counters.ram_bytes.add(unit);
+            }
+        }
+        Ok(())
+    }
+
     /// One sublayer of layer `i` alone, on its normed input x `[T,H]`: the attention (`Point::AttnOut`) or the
     /// feed-forward (`Point::FfnOut`). The state advances by T.
-    pub fn block<'s>(
+    pub fn block(
         &self,
         i: usize,
         point: Point,
         x: &Tensor,
         state: &mut State,
-        s: &'s mut Scratch,
-    ) -> Result<&'s Tensor> {
-        let layer = self.layer(i)?;
-        let mut experts = HostExperts(self);
-        let mut pass = Pass {
-            device: &self.cpu,
-            config: self.config(),
-            number: self.next_pass(),
-            pos: state.len(),
-            experts: &mut experts,
-            seen: &mut super::Unobserved,
+        s: &mut Scratch,
+    ) -> Result<Tensor> {
+        let (config, number, pos) = (self.config(), self.next_pass(), state.len());
+        let seen = &mut super::Unobserved;
+        let out = match (&mut state.layers[i], &self.gpu) {
+            (AnyState::Gpu(state), Some(side)) => {
+                let layer = side.layer(i)?;
+                let mut device = GpuBackend::new(&side.gpu, &mut s.work, false);
+                let mut input = GpuBuf::default();
+                device.upload(x, &mut input)?;
+                let experts = &mut ResidentExperts(layer);
+                let mut pass = Pass { device: &mut device, config, number, pos, experts, seen };
+                let out = pass.block(i, point, &input, &layer.trunk, state, &mut s.gpu)?;
+                device.download(out)?
+            }
+            (AnyState::Cpu(state), _) => {
+                let layer = self.layer(i)?;
+                let experts = &mut HostExperts(self);
+                let mut pass = Pass { device: &mut &self.cpu, config, number, pos, experts, seen };
+                pass.block(i, point, x, &layer, state, &mut s.cpu)?.clone()
+            }
+            _ => return Err(Error::run("the state is of another model")),
         };
-        let out = pass.block(i, point, x, &layer, &mut state.layers[i], &mut s.cpu)?;
         state.commit(x.rows());
         Ok(out)
     }
@@ -169,5 +376,21 @@ impl Model {
 
     fn layer(&self, i: usize) -> Result<Arc<Layer>> {
         self.bound.layer(self, i)
+    }
+}
+
+/// The output head routes nothing.
+struct NoExperts;
+
+impl<B: Backend> Experts<B> for NoExperts {
+    fn for_each(
+        &mut self,
+        _device: &mut B,
+        layer: usize,
+        _experts: &[u32],
+        _pass: u64,
+        _f: &mut dyn FnMut(&mut B, u32, &Expert<B::Weight>) -> Result<()>,
+    ) -> Result<()> {
+        Err(Error::run("the output head has no experts").layer(layer))
     }
 }

@@ -82,7 +82,7 @@ pub trait Experts<B: Backend> {
 /// One pass on one device.
 pub struct Pass<'a, B: Backend> {
     /// The device.
-    pub device: B,
+    pub device: &'a mut B,
     /// The network.
     pub config: &'a Config,
     /// Number of the pass.
@@ -143,7 +143,8 @@ impl<B: Backend> Pass<'_, B> {
         self.device.add(B::source_mut(&mut s.sources, s.blocks), &s.out)?;
         let sum = B::source(&s.sources, s.blocks);
         self.show(Point::Out, i, sum)?;
-        self.device.check_finite(sum, i, self.pos)
+        self.device.check_finite(sum, i, self.pos)?;
+        self.device.end_layer()
     }
 
     /// `logits = RMSNorm(mix(blocks + [h]))·lm_headᵀ` of every position, or of the last alone: `[T,V]` or `[1,V]`.
@@ -220,7 +221,7 @@ impl<B: Backend> Pass<'_, B> {
         up: &mut B::Tensor,
         out: &mut B::Tensor,
     ) -> Result<()> {
-        let (d, c) = (&mut self.device, self.config);
+        let (d, c) = (&mut *self.device, self.config);
         d.matmul(x, &w.gate, gate)?;
         d.matmul(x, &w.up, up)?;
         d.situ(gate, up, c.situ_beta, c.situ_linear_beta)?;
@@ -235,7 +236,7 @@ impl<B: Backend> Pass<'_, B> {
         next: &mut KdaState<B::Tensor>,
         s: &mut Scratch<B>,
     ) -> Result<()> {
-        let (d, c) = (&mut self.device, self.config);
+        let (d, c) = (&mut *self.device, self.config);
         for (n, y) in [&mut s.q, &mut s.k, &mut s.v].into_iter().enumerate() {
             d.matmul(&s.x, &w.qkv[n], &mut s.u)?;
             d.short_conv(&s.u, &w.conv[n], &now.conv[n], y, &mut next.conv[n])?;
@@ -262,7 +263,7 @@ impl<B: Backend> Pass<'_, B> {
 
     /// Gated MLA of `s.x` into `s.out`.
     fn mla(&mut self, w: &Mla<B::Weight, B::Tensor>, cache: &mut B::Cache, s: &mut Scratch<B>) -> Result<()> {
-        let d = &mut self.device;
+        let d = &mut *self.device;
         match &w.q {
             Query::Full(q) => d.matmul(&s.x, q, &mut s.q)?,
             Query::LowRank(a, n, b) => {
@@ -288,7 +289,7 @@ impl<B: Backend> Pass<'_, B> {
     fn moe(&mut self, layer: usize, w: &Moe<B::Weight, B::Tensor>, s: &mut Scratch<B>) -> Result<()> {
         let c = self.config;
         let k = c.moe.experts_per_token;
-        let d = &mut self.device;
+        let d = &mut *self.device;
         d.matmul(&s.x, &w.router, &mut s.scores)?;
         let router =
             moe::Router { chosen: k, renormalize: c.moe.renormalize, scale: c.moe.routed_scaling_factor };
@@ -318,10 +319,10 @@ impl<B: Backend> Pass<'_, B> {
             d.matmul(&s.mlp_gate, &expert.w2, &mut s.expert_out)?;
             d.scatter(&s.expert_out, slots, &mut s.parts)
         })?;
-        let d = &mut self.device;
+        let d = &mut *self.device;
         d.combine(&s.parts, &s.routing, &mut s.sum)?;
         self.show(Point::LatentSum, layer, &s.sum)?;
-        let d = &mut self.device;
+        let d = &mut *self.device;
         let sum = match &w.norm {
             Some(n) => {
                 d.rmsnorm(&s.sum, n, c.rms_norm_eps, &mut s.sum_normed)?;

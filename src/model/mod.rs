@@ -1,25 +1,29 @@
 //! The network: weights by name, one forward pass, the state of a sequence and the session over it.
 
 pub mod forward;
+pub mod gpu;
 pub mod layer;
 pub mod session;
 pub mod session_file;
+pub mod snapshot;
 pub mod state;
+pub mod transfer;
 pub mod weights;
 
-use crate::checkpoint::config::Config;
+use crate::checkpoint::config::{Config, Ffn};
 use crate::checkpoint::names;
 use crate::checkpoint::shards::{Checkpoint, TensorRef};
 use crate::compute::device::{Cpu, Tensor};
+use crate::compute::gpu::Gpu;
 use crate::compute::ops::moe::Routing;
 use crate::error::{Error, Result};
 use crate::memory::experts::ExpertStore;
-use crate::memory::place::{Demand, Placement};
+use crate::memory::place::{self, Demand, Placement};
 use crate::memory::trunk::{Trunk, TrunkParts, Unit};
 use crate::report::counters::Counters;
 use forward::Scratch;
+use gpu::GpuSide;
 use half::bf16;
-use state::State;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use weights::{Head, Layer};
@@ -89,6 +93,18 @@ pub struct Options {
     pub io_depth: usize,
     /// Set from outside to stop at the next layer or read.
     pub cancel: Arc<AtomicBool>,
+    /// The GPU, if one is to be used.
+    pub gpu: Option<GpuPlan>,
+}
+
+/// What is to be done with a GPU.
+pub struct GpuPlan {
+    /// The device.
+    pub gpu: Gpu,
+    /// Device memory for everything, in bytes.
+    pub budget: u64,
+    /// Refuse what does not fit instead of computing it on the CPU.
+    pub everything: bool,
 }
 
 /// The input embedding: one row a token, read from its file.
@@ -156,6 +172,10 @@ pub struct Model {
     embedding: Embedding,
     bound: Bound,
     placement: Placement,
+    gpu: Option<GpuSide>,
+    /// Which layers are computed on the GPU, and last whether the output head is.
+    on_gpu: Vec<bool>,
+    most_tokens: usize,
     context: usize,
     counters: Arc<Counters>,
     cancel: Arc<AtomicBool>,
@@ -164,7 +184,7 @@ pub struct Model {
 
 impl Model {
     /// Plans and opens a model; no weight is read yet (see [`Model::load`]).
-    pub fn open(checkpoint: Arc<Checkpoint>, options: &Options) -> Result<Model> {
+    pub fn open(checkpoint: Arc<Checkpoint>, options: Options) -> Result<Model> {
         let config = checkpoint.config();
         supported(config)?;
         let mut units = Vec::with_capacity(config.layers.len() + 1);
@@ -178,21 +198,35 @@ impl Model {
             .filter(|n| n != names::EMBED || config.tie_word_embeddings)
             .collect();
         units.push(Unit::new(&checkpoint, &head)?);
-        let moe_layers =
-            config.layers.iter().filter(|l| l.ffn == crate::checkpoint::config::Ffn::Moe).count();
         let expert_bytes: usize =
             names::EXPERT_PARTS.iter().map(|p| names::expert_part_bytes(config, *p)).sum();
+        let (n, chunk) = (config.layers.len(), options.chunk);
+        let on_gpu = match &options.gpu {
+            None => vec![false; n + 1],
+            Some(plan) => {
+                let whole: Vec<u64> = (0..=n)
+                    .map(|i| units[i].bytes() + device_bytes(config, i, expert_bytes, options.context))
+                    .collect();
+                place::fill_device(plan, Scratch::bytes(config, chunk, options.all_logits), &whole)?
+            }
+        };
+        let on_cpu = |i: &usize| !on_gpu[*i];
+        let moe = |i: &usize| config.layers[*i].ffn == Ffn::Moe;
         let placement = Placement::new(
             options.budget,
             &Demand {
-                state: State::bytes(config, options.context),
-                scratch: Scratch::bytes(config, options.chunk, options.all_logits),
-                units: units.iter().map(Unit::bytes).collect(),
+                state: (0..n).filter(on_cpu).map(|i| state::layer_bytes(config, i, options.context)).sum(),
+                scratch: Scratch::bytes(config, chunk, options.all_logits),
+                units: (0..=n).map(|i| if on_gpu[i] { 0 } else { units[i].bytes() }).collect(),
                 expert: expert_bytes as u64,
-                experts: (moe_layers * config.moe.experts) as u64,
+                experts: ((0..n).filter(on_cpu).filter(moe).count() * config.moe.experts) as u64,
                 chosen: config.moe.experts_per_token as u64,
             },
         )?;
+        let most_tokens = match &options.gpu {
+            Some(plan) => Scratch::most_tokens(config, plan.gpu.binding_limit(), options.all_logits),
+            None => usize::MAX,
+        };
         let counters = Arc::new(Counters::default());
         let io = Arc::new(
             rayon::ThreadPoolBuilder::new()
@@ -231,9 +265,12 @@ impl Model {
             embedding,
             bound,
             placement,
+            gpu: options.gpu.map(|plan| GpuSide::new(plan.gpu, checkpoint.config())),
+            on_gpu,
+            most_tokens,
             context: options.context,
             counters,
-            cancel: options.cancel.clone(),
+            cancel: options.cancel,
             passes: AtomicU64::new(0),
             checkpoint,
         })
@@ -242,12 +279,13 @@ impl Model {
     /// Reads everything that stays in memory.
     pub fn load(&self, seen: &mut dyn Observer) -> Result<()> {
         let n = self.config().layers.len();
-        for i in (0..n).filter(|i| self.trunk.is_resident(*i)) {
+        self.load_gpu(seen)?;
+        for i in (0..n).filter(|i| !self.on_gpu[*i] && self.trunk.is_resident(*i)) {
             seen.layer(i, n);
             self.check_cancelled()?;
             self.bound.layer(self, i)?;
         }
-        if self.trunk.is_resident(n) {
+        if !self.on_gpu[n] && self.trunk.is_resident(n) {
             seen.layer(n, n);
             self.output()?;
         }
@@ -280,7 +318,24 @@ impl Model {
     }
     /// Trunk layers that stay in memory, the output head not counted.
     pub fn resident_layers(&self) -> usize {
-        (0..self.config().layers.len()).filter(|i| self.trunk.is_resident(*i)).count()
+        (0..self.config().layers.len()).filter(|i| !self.on_gpu[*i] && self.trunk.is_resident(*i)).count()
+    }
+
+    /// The GPU in use, if there is one.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref().map(|side| &side.gpu)
+    }
+    /// Layers computed on the GPU, the output head not counted.
+    pub fn gpu_layers(&self) -> usize {
+        self.on_gpu[..self.config().layers.len()].iter().filter(|g| **g).count()
+    }
+    /// `cpu`, `gpu`, or `hybrid` when both compute.
+    pub fn device_name(&self) -> &'static str {
+        match (self.on_gpu.iter().any(|g| *g), self.on_gpu.iter().all(|g| *g)) {
+            (false, _) => "cpu",
+            (true, true) => "gpu",
+            (true, false) => "hybrid",
+        }
     }
 
     fn output(&self) -> Result<Arc<Head>> {
@@ -302,6 +357,17 @@ impl Model {
 
     fn check_cancelled(&self) -> Result<()> {
         if self.cancel.load(Ordering::Relaxed) { Err(Error::interrupted()) } else { Ok(()) }
+    }
+}
+
+/// Bytes beside its trunk that layer `i` needs on the GPU: its state, and its experts until they are streamed there.
+fn device_bytes(config: &Config, i: usize, expert_bytes: usize, context: usize) -> u64 {
+    match config.layers.get(i) {
+        None => 0,
+        Some(l) => {
+            let experts = if l.ffn == Ffn::Moe { config.moe.experts * expert_bytes } else { 0 };
+            experts as u64 + state::layer_bytes(config, i, context)
+        }
     }
 }
 

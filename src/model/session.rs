@@ -28,9 +28,9 @@ pub struct Session {
 
 impl Session {
     /// A sequence without tokens, with room for the model's planned context.
-    pub fn new(model: Arc<Model>) -> Session {
-        let state = State::new(model.config(), model.context());
-        Session { state, scratch: Scratch::default(), tokens: Vec::new(), last: Vec::new(), model }
+    pub fn new(model: Arc<Model>) -> Result<Session> {
+        let state = model.new_state()?;
+        Ok(Session { state, scratch: Scratch::default(), tokens: Vec::new(), last: Vec::new(), model })
     }
 
     /// The model.
@@ -50,11 +50,9 @@ impl Session {
         &self.state
     }
 
-    /// Takes over a state that was read from a file.
-    pub(crate) fn restore(&mut self, state: State, tokens: Vec<u32>, last: Vec<f32>) {
-        self.state = state;
-        self.tokens = tokens;
-        self.last = last;
+    /// A sequence whose state was read from a file.
+    pub(super) fn restored(model: Arc<Model>, state: State, tokens: Vec<u32>, last: Vec<f32>) -> Session {
+        Session { model, state, scratch: Scratch::default(), tokens, last }
     }
 
     /// Makes the sequence equal to `ids`: feeds what is missing in chunks of `chunk` tokens, and calls `after_chunk`
@@ -72,14 +70,16 @@ impl Session {
         }
         let restarted = !ids.starts_with(&self.tokens);
         if restarted {
-            self.state.reset();
+            // The old state goes first: there may not be room for two.
+            self.state = State::default();
+            self.state = self.model.new_state()?;
             self.tokens.clear();
             self.last.clear();
         }
         let reused = self.tokens.len();
         while self.tokens.len() < ids.len() {
             let rest = &ids[self.tokens.len()..];
-            let part = &rest[..rest.len().min(chunk.max(1))];
+            let part = &rest[..rest.len().min(chunk.max(1)).min(self.model.most_tokens())];
             self.feed(part, seen)?;
             after_chunk(self)?;
         }
@@ -92,20 +92,22 @@ impl Session {
         Ok(&self.last)
     }
 
-    /// Feeds `ids` in one pass and hands the logits of every position to `each` as `(position, [V])`.
+    /// Feeds `ids` and hands the logits of every position to `each` as `(position, [V])`.
     pub fn feed_all(
         &mut self,
         ids: &[u32],
         seen: &mut dyn Observer,
         each: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let first = self.tokens.len();
-        let logits = self.model.forward(&mut self.state, &mut self.scratch, ids, Logits::All, seen)?;
-        self.tokens.extend_from_slice(ids);
-        self.last.clear();
-        self.last.extend_from_slice(logits.row(ids.len() - 1));
-        for t in 0..ids.len() {
-            each(first + t, logits.row(t))?;
+        for part in ids.chunks(self.model.most_tokens()) {
+            let first = self.tokens.len();
+            let logits = self.model.forward(&mut self.state, &mut self.scratch, part, Logits::All, seen)?;
+            self.tokens.extend_from_slice(part);
+            self.last.clear();
+            self.last.extend_from_slice(logits.row(part.len() - 1));
+            for t in 0..part.len() {
+                each(first + t, logits.row(t))?;
+            }
         }
         Ok(())
     }

@@ -7,7 +7,6 @@
 
 use super::Model;
 use super::session::Session;
-use super::state::{LayerState, State};
 use crate::compute::device::Tensor;
 use crate::error::{Error, Result};
 use crate::memory::read::read_exact_at;
@@ -37,32 +36,12 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The tensors of a state by name, `rows` of them committed.
-fn tensors(state: &State) -> Vec<(String, &Tensor, usize)> {
-    let mut out = Vec::new();
-    for (i, layer) in state.layers.iter().enumerate() {
-        match layer {
-            LayerState::Kda { now, .. } => {
-                for (n, conv) in ["q", "k", "v"].iter().zip(&now.conv) {
-                    out.push((format!("layers.{i}.conv_{n}"), conv, conv.rows()));
-                }
-                out.push((format!("layers.{i}.s"), &now.s, now.s.rows()));
-            }
-            LayerState::Mla(cache) => {
-                out.push((format!("layers.{i}.latent"), &cache.latent, state.len()));
-                out.push((format!("layers.{i}.rope"), &cache.rope, state.len()));
-            }
-        }
-    }
-    out
-}
-
 /// Writes `session` to `path`, atomically.
 pub fn save(session: &Session, more: &Continuation, path: &Path) -> Result<()> {
     let fail = |what: &str, cause: &dyn std::fmt::Display| {
         Error::new(crate::Kind::Io, format!("cannot {what} the session file")).file(path).cause(cause)
     };
-    let state = session.state();
+    let exported = session.model().export(session.state())?;
     let tokens = session.tokens();
     let mut views = vec![
         ("tokens".to_string(), Dtype::U32, vec![tokens.len()], bytemuck::cast_slice(tokens)),
@@ -73,9 +52,8 @@ pub fn save(session: &Session, more: &Continuation, path: &Path) -> Result<()> {
             bytemuck::cast_slice(session.logits()),
         ),
     ];
-    for (name, t, rows) in tensors(state) {
-        let values = &t.host()[..rows * t.cols()];
-        views.push((name, Dtype::F32, vec![rows, t.cols()], bytemuck::cast_slice(values)));
+    for (name, t) in &exported {
+        views.push((name.clone(), Dtype::F32, vec![t.rows(), t.cols()], bytemuck::cast_slice(t.host())));
     }
     let mut digest = Sha256::new();
     for (name, _, _, bytes) in &views {
@@ -188,32 +166,14 @@ pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Cont
     if last.len() != model.config().vocab_size && !(last.is_empty() && len == 0) {
         return Err(refuse("its logits have another length").expected(model.config().vocab_size, last.len()));
     }
-    let mut state = State::new(model.config(), model.context());
-    let mut fill = |name: String, t: &mut Tensor, rows: usize| -> Result<()> {
-        let cols = t.cols();
-        let found = read(&name, Dtype::F32, Some(cols), &mut raw)?;
+    let mut state = model.new_state()?;
+    model.import(&mut state, len, &mut |name, rows, cols| {
+        let found = read(name, Dtype::F32, Some(cols), &mut raw)?;
         if found != rows {
             return Err(refuse("a tensor has another shape").tensor(name).expected(rows, found));
         }
-        bytemuck::cast_slice_mut::<f32, u8>(&mut t.host_mut()[..rows * cols]).copy_from_slice(&raw);
-        Ok(())
-    };
-    for (i, layer) in state.layers.iter_mut().enumerate() {
-        match layer {
-            LayerState::Kda { now, .. } => {
-                for (n, conv) in ["q", "k", "v"].iter().zip(&mut now.conv) {
-                    let rows = conv.rows();
-                    fill(format!("layers.{i}.conv_{n}"), conv, rows)?;
-                }
-                let rows = now.s.rows();
-                fill(format!("layers.{i}.s"), &mut now.s, rows)?;
-            }
-            LayerState::Mla(cache) => {
-                fill(format!("layers.{i}.latent"), &mut cache.latent, len)?;
-                fill(format!("layers.{i}.rope"), &mut cache.rope, len)?;
-            }
-        }
-    }
+        Ok(Tensor::from_vec(rows, cols, bytemuck::allocation::pod_collect_to_vec(&raw)))
+    })?;
     if entry("digest") != hex(&digest.finalize()) {
         return Err(refuse("its contents do not match their digest"));
     }
@@ -232,8 +192,5 @@ pub fn load(model: &std::sync::Arc<Model>, path: &Path) -> Result<(Session, Cont
         // Saved in mid-prefill: the rest of the prompt was still to be fed.
         log::debug!("session saved within its prompt: {len} of {} tokens", more.prompt_tokens);
     }
-    state.set_len(len);
-    let mut session = Session::new(model.clone());
-    session.restore(state, tokens, last);
-    Ok((session, more))
+    Ok((Session::restored(model.clone(), state, tokens, last), more))
 }

@@ -1,7 +1,10 @@
 //! What is carried from token to token.
 
+use super::layer::DeviceState;
 use crate::checkpoint::config::{Attention, Config};
-use crate::compute::device::Tensor;
+use crate::compute::device::{Cpu, Tensor};
+use crate::compute::gpu::LatentCache;
+use crate::compute::gpu::backend::GpuBuf;
 use crate::compute::ops::mla::{MlaCache, Shape};
 
 /// State of one KDA layer.
@@ -27,20 +30,29 @@ pub enum LayerState<T = Tensor, C = MlaCache> {
     Mla(C),
 }
 
-/// State of one sequence.
-#[derive(Debug, Clone)]
-pub struct State {
-    /// Per layer.
-    pub layers: Vec<LayerState>,
-    len: usize,
-    capacity: usize,
+impl<T, C> LayerState<T, C> {
+    fn commit(&mut self) {
+        if let LayerState::Kda { now, next } = self {
+            std::mem::swap(now, next);
+        }
+    }
 }
 
-fn kda_zero(config: &Config) -> KdaState {
-    let k = &config.kda;
-    let p = k.heads * k.head_dim;
-    let conv = || Tensor::zeros(k.conv_kernel - 1, p);
-    KdaState { conv: [conv(), conv(), conv()], s: Tensor::zeros(p, k.head_dim) }
+/// State of one layer, where the layer is computed.
+pub enum AnyState {
+    /// In host memory.
+    Cpu(DeviceState<&'static Cpu>),
+    /// On the GPU.
+    Gpu(LayerState<GpuBuf, LatentCache>),
+}
+
+/// State of one sequence.
+#[derive(Default)]
+pub struct State {
+    /// Per layer.
+    pub(super) layers: Vec<AnyState>,
+    pub(super) len: usize,
+    pub(super) capacity: usize,
 }
 
 /// Widths of the MLA layers.
@@ -55,29 +67,21 @@ pub fn mla_shape(config: &Config) -> Shape {
     }
 }
 
+/// Bytes of the state of layer `i` with room for `capacity` positions.
+pub fn layer_bytes(config: &Config, i: usize, capacity: usize) -> u64 {
+    let k = &config.kda;
+    match config.layers[i].attention {
+        Attention::Kda => {
+            let p = (k.heads * k.head_dim) as u64;
+            2 * 4 * p * (3 * (k.conv_kernel as u64 - 1) + k.head_dim as u64)
+        }
+        Attention::Mla => {
+            4 * capacity as u64 * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) as u64
+        }
+    }
+}
+
 impl State {
-    /// The state before the first token, with room for `capacity` positions.
-    pub fn new(config: &Config, capacity: usize) -> State {
-        let layers = config
-            .layers
-            .iter()
-            .map(|l| match l.attention {
-                Attention::Kda => LayerState::Kda { now: kda_zero(config), next: kda_zero(config) },
-                Attention::Mla => LayerState::Mla(MlaCache::new(mla_shape(config), capacity)),
-            })
-            .collect();
-        State { layers, len: 0, capacity }
-    }
-
-    /// Bytes of a state with room for `capacity` positions.
-    pub fn bytes(config: &Config, capacity: usize) -> u64 {
-        let k = &config.kda;
-        let p = (k.heads * k.head_dim) as u64;
-        let kda = 2 * 4 * p * (3 * (k.conv_kernel as u64 - 1) + k.head_dim as u64);
-        let mla = 4 * capacity as u64 * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) as u64;
-        config.layers.iter().map(|l| if l.attention == Attention::Kda { kda } else { mla }).sum()
-    }
-
     /// Positions of the last whole step.
     pub fn len(&self) -> usize {
         self.len
@@ -94,28 +98,13 @@ impl State {
     }
 
     /// Makes what the step of `tokens` tokens wrote the state.
-    pub fn commit(&mut self, tokens: usize) {
+    pub(super) fn commit(&mut self, tokens: usize) {
         for layer in &mut self.layers {
-            if let LayerState::Kda { now, next } = layer {
-                std::mem::swap(now, next);
+            match layer {
+                AnyState::Cpu(s) => s.commit(),
+                AnyState::Gpu(s) => s.commit(),
             }
         }
         self.len += tokens;
-    }
-
-    /// Back to before the first token.
-    pub fn reset(&mut self) {
-        for layer in &mut self.layers {
-            if let LayerState::Kda { now, .. } = layer {
-                now.s.host_mut().fill(0.0);
-                now.conv.iter_mut().for_each(|c| c.host_mut().fill(0.0));
-            }
-        }
-        self.len = 0;
-    }
-
-    /// Declares that the committed buffers hold `len` positions, as after reading them from a session file.
-    pub(crate) fn set_len(&mut self, len: usize) {
-        self.len = len;
     }
 }

@@ -25,8 +25,14 @@ pub struct Counters {
     pub nvme_bytes: Counter,
     /// Weight bytes multiplied from host memory.
     pub ram_bytes: Counter,
+    /// Weight bytes multiplied from device memory.
+    pub vram_bytes: Counter,
+    /// Bytes sent to the device.
+    pub upload_bytes: Counter,
     /// Experts asked for, one for each (layer, distinct expert) of a pass.
     pub expert_requests: Counter,
+    /// Of these, found in device memory.
+    pub expert_vram_hits: Counter,
     /// Of these, found in host memory.
     pub expert_ram_hits: Counter,
     /// Of these, read from the files.
@@ -66,13 +72,18 @@ pub struct Experts {
 impl Counters {
     /// Bytes so far.
     pub fn bytes(&self) -> Bytes {
-        Bytes { nvme: self.nvme_bytes.get(), ram: self.ram_bytes.get(), vram: 0, upload: 0 }
+        Bytes {
+            nvme: self.nvme_bytes.get(),
+            ram: self.ram_bytes.get(),
+            vram: self.vram_bytes.get(),
+            upload: self.upload_bytes.get(),
+        }
     }
     /// Experts so far.
     pub fn experts(&self) -> Experts {
         Experts {
             requests: self.expert_requests.get(),
-            vram_hits: 0,
+            vram_hits: self.expert_vram_hits.get(),
             ram_hits: self.expert_ram_hits.get(),
             misses: self.expert_misses.get(),
             reused_from_earlier_token: self.expert_reused.get(),

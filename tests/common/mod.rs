@@ -35,15 +35,16 @@ pub fn open(checkpoint: Arc<Checkpoint>, threads: usize, budget: u64) -> Arc<Mod
         budget,
         io_depth: 4,
         cancel: Arc::new(AtomicBool::new(false)),
+        gpu: None,
     };
     if budget > 0 {
-        return Arc::new(Model::open(checkpoint, &options(budget)).unwrap());
+        return Arc::new(Model::open(checkpoint, options(budget)).unwrap());
     }
     let expert: usize =
         names::EXPERT_PARTS.iter().map(|p| names::expert_part_bytes(checkpoint.config(), *p)).sum();
     let mut budget = expert as u64;
     loop {
-        match Model::open(checkpoint.clone(), &options(budget)) {
+        match Model::open(checkpoint.clone(), options(budget)) {
             Ok(m) => return Arc::new(m),
             Err(e) if e.kind() == trunkline::Kind::Machine => budget += 100_000,
             Err(e) => panic!("{e}"),

@@ -87,6 +87,21 @@ impl GpuTensor {
         Ok(GpuTensor { rows, cols, region: self.region.clone() })
     }
 
+    /// The first `rows * cols` values seen as `[rows, cols]`.
+    ///
+    /// # Errors
+    /// `Run` when there are fewer.
+    pub fn prefix(&self, rows: usize, cols: usize) -> Result<GpuTensor> {
+        if rows * cols > self.len() || rows * cols == 0 {
+            return Err(
+                Error::run("view of a tensor").expected(format_args!("1 to {}", self.len()), rows * cols)
+            );
+        }
+        let mut region = self.region.clone();
+        region.bytes = (4 * rows as u64 * cols as u64).max(16).min(region.bytes);
+        Ok(GpuTensor { rows, cols, region })
+    }
+
     /// The first `rows` rows.
     ///
     /// # Errors

@@ -9,6 +9,7 @@
 //! optional feature. Sums run in a fixed order, written in each shader, so that a result is the same bits in every run.
 
 pub mod adapter;
+pub mod backend;
 pub mod buffer;
 pub mod device;
 pub mod matrix;

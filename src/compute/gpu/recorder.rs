@@ -178,14 +178,25 @@ impl<'g> Recorder<'g> {
     /// # Errors
     /// Those of `body`.
     pub fn scope<T>(&mut self, label: &str, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.enter(label);
+        let result = body(self);
+        self.leave();
+        result
+    }
+
+    /// Names what follows `label`, until the matching [`Recorder::leave`].
+    pub fn enter(&mut self, label: &str) {
         self.pass = None;
         self.encoder.push_debug_group(label);
         self.scopes.push(label.to_owned());
-        let result = body(self);
-        self.pass = None;
-        self.scopes.pop();
-        self.encoder.pop_debug_group();
-        result
+    }
+
+    /// Ends the innermost name, if there is one.
+    pub fn leave(&mut self) {
+        if self.scopes.pop().is_some() {
+            self.pass = None;
+            self.encoder.pop_debug_group();
+        }
     }
 
     /// `a / b / c`: the scopes and the operation.

@@ -201,7 +201,8 @@ impl Attention<'_> {
     /// `o` `[T, N, value]`, before any gate.
     pub fn run(&self) -> Vec<f64> {
         let (heads, rank, nope, rope, value) = self.dims;
-        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        let dot =
+            |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
         let tokens = self.q.len() / (heads * (nope + rope));
         let mut o = Vec::with_capacity(tokens * heads * value);
         for t in 0..tokens {

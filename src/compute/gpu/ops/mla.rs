@@ -63,6 +63,10 @@ impl LatentCache {
         Ok(LatentCache { shape, chunk_keys, chunks: Vec::new(), len: 0 })
     }
 
+    /// Dimensions of the layer.
+    pub fn shape(&self) -> MlaShape {
+        self.shape
+    }
     /// Positions held.
     pub fn len(&self) -> usize {
         self.len

@@ -47,7 +47,7 @@ impl Recorder<'_> {
     }
 
     /// `count` rows of `cols` values between tensors; `from` and `to` are (stride, offset) in values.
-    pub(super) fn move_rows(
+    pub(in super::super) fn move_rows(
         &mut self,
         x: &GpuTensor,
         from: (usize, usize),
