@@ -1,6 +1,12 @@
 //! What is wrong with a checkpoint is said before it is run, and what is right is read as the index says.
 
 mod common;
+#[path = "checkpoint/noise.rs"]
+mod noise;
+#[path = "checkpoint/released.rs"]
+mod released;
+#[path = "checkpoint/variants.rs"]
+mod variants;
 
 use common::tiny::{Entry, INDEX, SHARDS, TinyCheckpoint, run, text};
 use serde_json::{Value, json};
