@@ -284,7 +284,7 @@ fn c07_layer_lists_and_counts_are_checked() {
 }
 
 /// Every key that the graph needs, with its place.
-const REQUIRED: [&str; 46] = [
+const REQUIRED: &[&str] = &[
     "model_type",
     "tie_word_embeddings",
     "text_config",
@@ -331,6 +331,22 @@ const REQUIRED: [&str; 46] = [
     "text_config.rms_norm_eps",
     "text_config.quantization_config",
     "text_config.quantization_config.config_groups",
+    "text_config.quantization_config.quant_method",
+    "text_config.quantization_config.format",
+    "text_config.quantization_config.config_groups.group_0.format",
+    "text_config.quantization_config.config_groups.group_0.input_activations",
+    "text_config.quantization_config.config_groups.group_0.weights",
+    "text_config.quantization_config.config_groups.group_0.weights.num_bits",
+    "text_config.quantization_config.config_groups.group_0.weights.type",
+    "text_config.quantization_config.config_groups.group_0.weights.strategy",
+    "text_config.quantization_config.config_groups.group_0.weights.symmetric",
+    "text_config.quantization_config.config_groups.group_0.weights.group_size",
+    "text_config.num_key_value_heads",
+    "text_config.tie_word_embeddings",
+    "text_config.bos_token_id",
+    "text_config.eos_token_id",
+    "text_config.pad_token_id",
+    "text_config.max_position_embeddings",
 ];
 
 #[test]

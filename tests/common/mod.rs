@@ -1,5 +1,5 @@
 //! What several test files share.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 pub mod golden;
 pub mod tiny;
