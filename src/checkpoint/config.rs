@@ -7,6 +7,11 @@ use serde_json::Value;
 use std::fmt::Display;
 use std::path::Path;
 
+/// More layers than any model has: what is allocated per layer stays small whatever the file says.
+const MAX_LAYERS: usize = 4096;
+/// More routed experts than any model has, over all layers.
+const MAX_EXPERTS: usize = 1 << 22;
+
 /// Attention of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attention {
@@ -219,6 +224,9 @@ impl Config {
         let text = top.section("text_config")?;
         let k = &text;
         let n = k.count("num_hidden_layers")?;
+        if n > MAX_LAYERS {
+            return k.refuse("num_hidden_layers", format_args!("at most {MAX_LAYERS}"), n);
+        }
         let vocab_size = k.count("vocab_size")?;
         k.fixed("hidden_act", "situ".into())?;
         k.fixed("mla_use_nope", true.into())?;
@@ -261,6 +269,13 @@ impl Config {
         let heads = k.count("num_attention_heads")?;
         k.fixed("num_key_value_heads", heads.into())?;
         let experts = k.count("num_experts")?;
+        if experts > MAX_EXPERTS / n {
+            return k.refuse(
+                "num_experts",
+                format_args!("at most {} in {n} layers", MAX_EXPERTS / n),
+                experts,
+            );
+        }
         let experts_per_token = k.count("num_experts_per_token")?;
         if experts_per_token > experts {
             return k.refuse(

@@ -1,7 +1,7 @@
 //! The checkpoint that lies in the program: what `trunkline synth --preset tiny --seed 0` writes. Its network is whole
 //! and its weights are random, so its text is noise.
 
-use super::folder::Embedded;
+use super::folder::{Embedded, Folder};
 use super::shards::Checkpoint;
 use crate::error::Result;
 use std::path::PathBuf;
@@ -31,9 +31,14 @@ const FILES: &[(&str, &[u8])] = embedded![
     "tokenizer_config.json",
 ];
 
+/// The files.
+pub fn folder() -> Arc<dyn Folder> {
+    Arc::new(Embedded { name: PathBuf::from("embedded demo"), files: FILES })
+}
+
 /// Opens the embedded checkpoint, with the checks that any other gets.
 pub fn open() -> Result<Checkpoint> {
-    Checkpoint::open_in(Arc::new(Embedded { name: PathBuf::from("embedded demo"), files: FILES }))
+    Checkpoint::open_in(folder())
 }
 
 #[cfg(test)]

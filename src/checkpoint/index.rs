@@ -33,16 +33,21 @@ impl Assignment {
         self.experts.get(at).copied().filter(|s| *s != u16::MAX)
     }
 
-    /// Up to `n` names that are assigned to a shard.
-    pub fn first_names(&self, shard: usize, n: usize) -> Vec<&str> {
-        let mut names: Vec<&str> = self
-            .tensors
-            .iter()
-            .filter(|(_, s)| usize::from(**s) == shard)
-            .map(|(name, _)| name.as_str())
-            .collect();
+    /// Position in the expert table and shard of every expert part that the index has.
+    pub(super) fn assigned_experts(&self) -> impl Iterator<Item = (usize, u16)> {
+        self.experts.iter().copied().enumerate().filter(|(_, shard)| *shard != u16::MAX)
+    }
+
+    /// Up to `n` names that are assigned to a shard, those of experts last.
+    pub(super) fn first_names(&self, shard: usize, n: usize, table: &ExpertTable) -> Vec<String> {
+        let in_shard = |s: &u16| usize::from(*s) == shard;
+        let mut names: Vec<String> =
+            self.tensors.iter().filter(|(_, s)| in_shard(s)).map(|(name, _)| name.clone()).collect();
         names.sort_unstable();
         names.truncate(n);
+        let experts = self.experts.iter().enumerate().filter(|(_, s)| in_shard(s));
+        let left = n - names.len();
+        names.extend(experts.take(left).map(|(at, _)| table.name(at)));
         names
     }
 }

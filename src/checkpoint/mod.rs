@@ -2,6 +2,7 @@
 
 pub mod config;
 pub mod demo;
+mod examine;
 pub mod folder;
 pub mod format;
 mod header;
@@ -10,3 +11,4 @@ pub mod names;
 mod released;
 pub mod shards;
 pub mod synth;
+pub mod verify;

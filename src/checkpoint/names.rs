@@ -267,13 +267,19 @@ pub fn classify(name: &str) -> Name {
     if name.starts_with("vision_tower.") || name.starts_with("mm_projector.") {
         return Name::Vision;
     }
+    // As names are written: no sign and no leading zero, so that no two names are the same expert.
+    let number = |text: &str| -> Option<usize> {
+        let padded = text.len() > 1 && text.starts_with('0');
+        let plain = !padded && text.bytes().all(|b| b.is_ascii_digit());
+        if plain { text.parse().ok() } else { None }
+    };
     let expert = || {
         let rest = name.strip_prefix("language_model.model.layers.")?;
         let (layer, rest) = rest.split_once('.')?;
         let rest = rest.strip_prefix("block_sparse_moe.experts.")?;
         let (expert, suffix) = rest.split_once('.')?;
         let part = EXPERT_PARTS.iter().position(|p| p.suffix() == suffix)?;
-        Some(Name::Expert { layer: layer.parse().ok()?, expert: expert.parse().ok()?, part })
+        Some(Name::Expert { layer: number(layer)?, expert: number(expert)?, part })
     };
     expert().unwrap_or(Name::Other)
 }

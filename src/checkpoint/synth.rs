@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use layout::{BLOCK, Layout, Shard};
 use rayon::prelude::*;
 use serde_json::json;
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::ops::Range;
@@ -346,6 +347,11 @@ pub fn synth(
     Ok(report)
 }
 
+thread_local! {
+    /// Bytes of a piece and random words for them: kept, for fresh memory costs more than the values.
+    static BUFFERS: RefCell<(Vec<u8>, Vec<u8>)> = const { RefCell::new((Vec::new(), Vec::new())) };
+}
+
 /// Writes one shard; pieces of it in parallel.
 fn write_shard(
     file: &File,
@@ -370,17 +376,16 @@ fn write_shard(
             return Ok(());
         }
         let values = Values::new(layout.config, &t.tensor, seed);
-        ranges.into_par_iter().try_for_each_init(
-            || (Vec::new(), Vec::new()),
-            |(out, scratch), range| {
-                let n = range.end - range.start;
+        ranges.into_par_iter().try_for_each(|range| {
+            let n = range.end - range.start;
+            let at = data_start + t.at + range.start;
+            BUFFERS.with_borrow_mut(|(out, scratch)| {
                 out.resize(n as usize, 0);
                 values.write(range.start, out, scratch);
-                let at = data_start + t.at + range.start;
-                file.write_all_at(out, at).map_err(|e| fail(e).tensor(&t.tensor.name).range(at, n))?;
-                count(n)
-            },
-        )
+                file.write_all_at(out, at).map_err(|e| fail(e).tensor(&t.tensor.name).range(at, n))
+            })?;
+            count(n)
+        })
     })
 }
 
