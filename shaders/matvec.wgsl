@@ -19,26 +19,27 @@ fn main(
     }
     var acc: array<vec4<f32>, ROWS * TOKENS>;
     for (var u = lane; u < p.units; u += 64u) {
-        var xs: array<vec4<f32>, VECS * TOKENS>;
-        for (var t = 0u; t < TOKENS; t++) {
-            let token = min(token0 + t, p.tokens - 1u);
-            for (var j = 0u; j < VECS; j++) {
-                xs[t * VECS + j] = x_at(token, u * PER + 4u * j);
+        var units: array<vec4<u32>, ROWS>;
+        for (var r = 0u; r < ROWS; r++) {
+            units[r] = w[min(row0 + r, p.rows - 1u) * p.units + u];
+        }
+        var sum: array<vec4<f32>, ROWS * TOKENS>;
+        for (var j = 0u; j < VECS; j++) {
+            var xs: array<vec4<f32>, TOKENS>;
+            for (var t = 0u; t < TOKENS; t++) {
+                xs[t] = x_at(min(token0 + t, p.tokens - 1u), u * PER + 4u * j);
+            }
+            for (var r = 0u; r < ROWS; r++) {
+                let v = unpack(units[r], j);
+                for (var t = 0u; t < TOKENS; t++) {
+                    sum[r * TOKENS + t] = sum[r * TOKENS + t] + v * xs[t];
+                }
             }
         }
         for (var r = 0u; r < ROWS; r++) {
-            let row = min(row0 + r, p.rows - 1u);
-            let unit = w[row * p.units + u];
-            let scale = unit_scale(row, u);
-            var sum: array<vec4<f32>, TOKENS>;
-            for (var j = 0u; j < VECS; j++) {
-                let v = unpack(unit, j);
-                for (var t = 0u; t < TOKENS; t++) {
-                    sum[t] = sum[t] + v * xs[t * VECS + j];
-                }
-            }
+            let scale = unit_scale(min(row0 + r, p.rows - 1u), u);
             for (var t = 0u; t < TOKENS; t++) {
-                acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[t] * scale;
+                acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[r * TOKENS + t] * scale;
             }
         }
     }
