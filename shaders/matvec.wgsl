@@ -1,9 +1,10 @@
 // y = x·Wᵀ for one token or a few: a group computes ROWS rows for TOKENS tokens with 64 lanes.
 //
-// Order of the sum, the same for every row, token count and format: lane l takes the units l, l+64, …; within a
-// unit a vec4 `sum` collects the products of four columns at a time, in column order; the unit's `sum`, times
-// its scale, is added to the lane's vec4. The lane's value is (x+y)+(z+w); lanes are added in a tree of
-// halves: lane i += lane i+32, then +16, 8, 4, 2, 1.
+// Order of the sum, the same for every row and token count: lane l takes the units l, l+64, … and adds the products of four
+// columns at a time, in column order, to a vec4. For a form with scales a unit's products have a vec4 of their own,
+// which times the scale is added to the lane's. The lane's value is (x+y)+(z+w); lanes are added in a tree of halves:
+// lane i += lane i+32, then +16, 8, 4, 2, 1. (Products of a unit without a scale are not summed apart: a driver may
+// take a+(b+c) for (a+b)+c, and one did.)
 var<workgroup> part: array<f32, 64u * ROWS * TOKENS>;
 
 @compute @workgroup_size(64)
@@ -24,6 +25,9 @@ fn main(
             units[r] = w[min(row0 + r, p.rows - 1u) * p.units + u];
         }
         var sum: array<vec4<f32>, ROWS * TOKENS>;
+        if (!SCALED) {
+            sum = acc;
+        }
         for (var j = 0u; j < VECS; j++) {
             var xs: array<vec4<f32>, TOKENS>;
             for (var t = 0u; t < TOKENS; t++) {
@@ -36,11 +40,15 @@ fn main(
                 }
             }
         }
-        for (var r = 0u; r < ROWS; r++) {
-            let scale = unit_scale(min(row0 + r, p.rows - 1u), u);
-            for (var t = 0u; t < TOKENS; t++) {
-                acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[r * TOKENS + t] * scale;
+        if (SCALED) {
+            for (var r = 0u; r < ROWS; r++) {
+                let scale = unit_scale(min(row0 + r, p.rows - 1u), u);
+                for (var t = 0u; t < TOKENS; t++) {
+                    acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[r * TOKENS + t] * scale;
+                }
             }
+        } else {
+            acc = sum;
         }
     }
     for (var i = 0u; i < ROWS * TOKENS; i++) {

@@ -23,12 +23,8 @@ fn gpu(checked: bool) -> &'static Gpu {
 
 /// A device that may bind 1 MiB at most.
 fn narrow() -> Gpu {
-    let options = GpuOptions {
-        allow_software: true,
-        binding_limit: Some(1 << 20),
-        poison: true,
-        ..Default::default()
-    };
+    let options =
+        GpuOptions { allow_software: true, binding_limit: Some(1 << 20), poison: true, ..Default::default() };
     Gpu::open(options).expect("an adapter")
 }
 
@@ -168,7 +164,13 @@ fn golden_mxfp4_is_bit_exact() {
                     if Some(i / cols) == skip || (flushed && !gpu.is_software()) {
                         continue;
                     }
-                    assert_eq!(a.to_bits(), b.to_bits(), "{folder} {name} row {} column {}", i / cols, i % cols);
+                    assert_eq!(
+                        a.to_bits(),
+                        b.to_bits(),
+                        "{folder} {name} row {} column {}",
+                        i / cols,
+                        i % cols
+                    );
                     compared += 1;
                 }
                 assert!(compared >= (rows - 1) * cols, "{compared}");
@@ -182,7 +184,8 @@ fn golden_mxfp4_is_bit_exact() {
 fn golden_mxfp4_through_products() {
     let g = Golden::open("base");
     let (rows, cols) = (96, 64);
-    let stored = Stored::Mxfp4(g.bytes("mxfp4.expert.packed").to_vec(), g.bytes("mxfp4.expert.scale").to_vec());
+    let stored =
+        Stored::Mxfp4(g.bytes("mxfp4.expert.packed").to_vec(), g.bytes("mxfp4.expert.scale").to_vec());
     let want = g.f32("mxfp4.expert.out");
     let mut unit = vec![0.0; cols * cols];
     (0..cols).for_each(|i| unit[i * cols + i] = 1.0);
@@ -333,7 +336,8 @@ fn products_are_their_mirrors_bit_for_bit() {
             continue;
         }
         for (name, make) in FORMATS {
-            for (rows, cols) in [(5, 64), (33, 1024), (6, 2112), (9, if name == "mxfp4" { 96 } else { 257 })] {
+            for (rows, cols) in [(5, 64), (33, 1024), (6, 2112), (9, if name == "mxfp4" { 96 } else { 257 })]
+            {
                 let stored = make(7, rows, cols);
                 let matrix = stored.matrix(rows, cols);
                 let x = noise(8, 11 * cols);
@@ -472,7 +476,11 @@ fn c23_more_groups_than_a_dimension_has() {
         let matrix = stored.matrix(rows, cols);
         for r in [0, 1, 65_534, 65_535, 65_536, rows - 2, rows - 1] {
             let want = plain::mirror_matvec(&matrix.row_range(r, 1), &x)[0];
-            assert!((got[r] - want).abs() <= 1e-6 * want.abs().max(1e-3), "{rows} row {r}: {} {want}", got[r]);
+            assert!(
+                (got[r] - want).abs() <= 1e-6 * want.abs().max(1e-3),
+                "{rows} row {r}: {} {want}",
+                got[r]
+            );
         }
         assert!(got.iter().all(|v| v.is_finite()));
     }
@@ -580,13 +588,17 @@ impl Mla {
         let keys = self.position + self.tokens;
         let mut cache = LatentCache::new(gpu, self.shape).expect("cache");
         cache.reserve(gpu, keys).expect("room");
+        let width = self.shape.rank + self.shape.rope;
         let kv_b = GpuMatrix::upload(gpu, &self.matrix(), nope + value, "kv_b").expect("kv_b");
-        let (q, c) = (tensor(gpu, self.tokens, &self.q), tensor(gpu, keys, &self.c));
+        let q = tensor(gpu, self.tokens, &self.q);
         let (norm, gate) = (tensor(gpu, 1, &self.norm), tensor(gpu, self.tokens, &self.gate));
         let scratch = AttendScratch::new(gpu, self.shape, &cache, self.tokens, keys).expect("scratch");
         let out = room(gpu, self.tokens, heads * value);
         run(gpu, &out, |r| {
-            r.cache_append(&cache, &c, &norm, 1e-6, 0)?;
+            // The past in passes of 700, as a prefill would append it.
+            for (i, part) in self.c.chunks(700 * width).enumerate() {
+                r.cache_append(&cache, &tensor(gpu, part.len() / width, part), &norm, 1e-6, 700 * i)?;
+            }
             let a = MlaAttend {
                 q: &q,
                 kv_b: &kv_b,
@@ -684,13 +696,14 @@ fn c18_values_that_are_not_finite_are_found() {
         for n in [1, 31, 33, 257, 1757, 65_537] {
             let good = noise(100, n);
             let flags = gpu.finite_flags(8).expect("flags");
-            let mut bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN, f32::from_bits(0x7f80_0001)]
-                .map(|v| {
-                    let mut x = good.clone();
-                    x[n - 1] = v;
-                    x
-                })
-                .to_vec();
+            let mut bad =
+                [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN, f32::from_bits(0x7f80_0001)]
+                    .map(|v| {
+                        let mut x = good.clone();
+                        x[n - 1] = v;
+                        x
+                    })
+                    .to_vec();
             bad.push(vec![f32::MAX; n]);
             bad.push(good);
             let tensors: Vec<GpuTensor> = bad.iter().map(|x| tensor(gpu, 1, x)).collect();
@@ -753,7 +766,8 @@ fn router_ties_go_to_the_lower_index() {
 #[test]
 fn extreme_inputs_of_gates() {
     let gpu = gpu(true);
-    let gate = [-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.15];
+    let gate =
+        [-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.15];
     let up = [1.0f32; 11];
     let out = room(gpu, 1, 11);
     let got = run(gpu, &out, |r| r.situ_glu(&tensor(gpu, 1, &gate), &tensor(gpu, 1, &up), 4.0, 25.0, &out));
@@ -778,8 +792,10 @@ fn passes_are_named_and_timed() {
     let mut rec = gpu.record("timed");
     rec.time_passes();
     for layer in 0..3 {
-        rec.scope(&format!("layer {layer}"), |r| r.scope("moe", |r| (0..500).try_for_each(|_| r.add(&x, &y))))
-            .expect("recorded");
+        rec.scope(&format!("layer {layer}"), |r| {
+            r.scope("moe", |r| (0..500).try_for_each(|_| r.add(&x, &y)))
+        })
+        .expect("recorded");
     }
     assert_eq!(rec.dispatches(), 1500);
     let done = rec.submit().expect("submitted");
@@ -789,11 +805,8 @@ fn passes_are_named_and_timed() {
     assert!(times.iter().all(|t| t.label.starts_with("layer ") && t.label.ends_with(" / moe / add")));
     assert!(times.windows(2).all(|w| w[0].begin_ns <= w[1].begin_ns), "in order");
     assert!(times.iter().any(|t| t.ns > 0) || times.is_empty());
-    let want: Vec<f32> = noise(110, 1000)
-        .iter()
-        .zip(noise(111, 1000))
-        .map(|(x, y)| (0..1500).fold(y, |s, _| s + x))
-        .collect();
+    let want: Vec<f32> =
+        noise(110, 1000).iter().zip(noise(111, 1000)).map(|(x, y)| (0..1500).fold(y, |s, _| s + x)).collect();
     same_bits("1500 additions", &gpu.download(&y).expect("y"), &want);
 }
 

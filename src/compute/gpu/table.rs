@@ -61,12 +61,24 @@ pub const OPS: &[Op] = &[
     Op { name: "embed bf16", gate: 0.0, run: |g| embed(g, Stored::bf16(&noise(1, 40 * 72))) },
     Op { name: "embed mxfp4", gate: 0.0, run: |g| embed_mxfp4(g) },
     Op { name: "matvec f32", gate: GATE, run: |g| product(g, Stored::f32(&noise(2, 37 * 200)), 37, 200, 1) },
-    Op { name: "matvec bf16", gate: GATE, run: |g| product(g, Stored::bf16(&noise(3, 37 * 1024)), 37, 1024, 1) },
-    Op { name: "matvec bf16 odd", gate: GATE, run: |g| product(g, Stored::bf16(&noise(3, 9 * 33)), 9, 33, 1) },
+    Op {
+        name: "matvec bf16",
+        gate: GATE,
+        run: |g| product(g, Stored::bf16(&noise(3, 37 * 1024)), 37, 1024, 1),
+    },
+    Op {
+        name: "matvec bf16 odd",
+        gate: GATE,
+        run: |g| product(g, Stored::bf16(&noise(3, 9 * 33)), 9, 33, 1),
+    },
     Op { name: "matvec mxfp4", gate: GATE, run: |g| product(g, Stored::mxfp4(4, 37, 1024), 37, 1024, 1) },
     Op { name: "matvec mxfp4 x5", gate: GATE, run: |g| product(g, Stored::mxfp4(5, 37, 256), 37, 256, 5) },
     Op { name: "matmul f32", gate: GATE, run: |g| product(g, Stored::f32(&noise(6, 70 * 200)), 70, 200, 35) },
-    Op { name: "matmul bf16", gate: GATE, run: |g| product(g, Stored::bf16(&noise(7, 70 * 136)), 70, 136, 35) },
+    Op {
+        name: "matmul bf16",
+        gate: GATE,
+        run: |g| product(g, Stored::bf16(&noise(7, 70 * 136)), 70, 136, 35),
+    },
     Op { name: "matmul mxfp4", gate: GATE, run: |g| product(g, Stored::mxfp4(8, 70, 160), 70, 160, 35) },
     Op { name: "rmsnorm", gate: GATE, run: rmsnorm },
     Op { name: "l2norm", gate: GATE, run: l2norm },
@@ -220,8 +232,10 @@ fn short_conv(gpu: &Gpu) -> Result<f64> {
 
 fn kda_gate(gpu: &Gpu) -> Result<f64> {
     let (tokens, heads, dim) = (3, 5, 24);
-    let (z, a, dt, b) = (noise(36, tokens * heads * dim), noise(37, 8), noise(38, heads * dim), noise(39, 15));
-    let (zt, at, dtt, bt) = (tensor(gpu, tokens, &z)?, tensor(gpu, 1, &a)?, tensor(gpu, 1, &dt)?, tensor(gpu, 3, &b)?);
+    let (z, a, dt, b) =
+        (noise(36, tokens * heads * dim), noise(37, 8), noise(38, heads * dim), noise(39, 15));
+    let (zt, at, dtt, bt) =
+        (tensor(gpu, tokens, &z)?, tensor(gpu, 1, &a)?, tensor(gpu, 1, &dt)?, tensor(gpu, 3, &b)?);
     let g = GpuTensor::new(gpu, tokens, heads * dim, "g")?;
     let beta = GpuTensor::new(gpu, tokens, heads, "beta")?;
     let gate = KdaGate { z: &zt, a_log: &at, dt_bias: &dtt, beta_logit: &bt, lower_bound: -5.0 };
@@ -248,8 +262,7 @@ fn kda_step(gpu: &Gpu) -> Result<f64> {
     let (dt, bt, st) = (tensor(gpu, tokens, &decay)?, tensor(gpu, tokens, &beta)?, tensor(gpu, heads, &s)?);
     let next = GpuTensor::new(gpu, heads, dk * dv, "state")?;
     let o = GpuTensor::new(gpu, tokens, heads * dv, "o")?;
-    let step =
-        KdaStep { heads, q: &qt, k: &kt, v: &vt, decay: Decay::Factor(&dt), beta: &bt, s_in: &st };
+    let step = KdaStep { heads, q: &qt, k: &kt, v: &vt, decay: Decay::Factor(&dt), beta: &bt, s_in: &st };
     let got = run(gpu, |r| r.kda_step(&step, &next, &o).map(|()| o))?;
     let mut state = widen(&s);
     let reference = plain::Kda {
@@ -287,8 +300,7 @@ fn mla_attend(gpu: &Gpu) -> Result<f64> {
         r.mla_attend(&a, &scratch, &out).map(|()| out)
     })?;
     let raw: Vec<f64> = c.chunks_exact(rank + rope).flat_map(|r| widen(&r[..rank])).collect();
-    let latent: Vec<f32> =
-        plain::rmsnorm(&raw, &w, f64::from(1e-6f32)).iter().map(|v| *v as f32).collect();
+    let latent: Vec<f32> = plain::rmsnorm(&raw, &w, f64::from(1e-6f32)).iter().map(|v| *v as f32).collect();
     let k_rope: Vec<f32> = c.chunks_exact(rank + rope).flat_map(|r| r[rank..].to_vec()).collect();
     let reference = plain::Attention {
         dims: (heads, rank, nope, rope, value),
