@@ -44,24 +44,24 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         if (owns) {
             var u = 0.0;
             for (var i = 0u; i < p.dk; i++) {
-                let from = state + i * p.dv;
+                let source = state + i * p.dv;
                 var s = 0.0;
                 if (t == 0u) {
-                    s = s_in[from];
+                    s = s_in[source];
                 } else {
-                    s = s_out[from];
+                    s = s_out[source];
                 }
                 s = s * decay[i];
-                s_out[from] = s;
+                s_out[source] = s;
                 u = u + s * key[i];
             }
             let value_at = (t * p.heads + head) * p.dv + col;
             let write = beta[t * p.heads + head] * (v[value_at] - u);
             var sum = 0.0;
             for (var i = 0u; i < p.dk; i++) {
-                let from = state + i * p.dv;
-                let s = s_out[from] + key[i] * write;
-                s_out[from] = s;
+                let source = state + i * p.dv;
+                let s = s_out[source] + key[i] * write;
+                s_out[source] = s;
                 sum = sum + s * query[i];
             }
             o[value_at] = sum;

@@ -1,9 +1,10 @@
 // y = x·Wᵀ for one token or a few: a group computes ROWS rows for TOKENS tokens with 64 lanes.
 //
-// Order of the sum, the same for every row, token count and format: lane l takes the units l, l+64, …; within a
-// unit a vec4 `sum` collects the products of four columns at a time, in column order; the unit's `sum`, times
-// its scale, is added to the lane's vec4. The lane's value is (x+y)+(z+w); lanes are added in a tree of
-// halves: lane i += lane i+32, then +16, 8, 4, 2, 1.
+// Order of the sum, the same for every row and token count: lane l takes the units l, l+64, … and adds the products of four
+// columns at a time, in column order, to a vec4. For a form with scales a unit's products have a vec4 of their own,
+// which times the scale is added to the lane's. The lane's value is (x+y)+(z+w); lanes are added in a tree of halves:
+// lane i += lane i+32, then +16, 8, 4, 2, 1. (Products of a unit without a scale are not summed apart: a driver may
+// take a+(b+c) for (a+b)+c, and one did.)
 var<workgroup> part: array<f32, 64u * ROWS * TOKENS>;
 
 @compute @workgroup_size(64)
@@ -19,27 +20,35 @@ fn main(
     }
     var acc: array<vec4<f32>, ROWS * TOKENS>;
     for (var u = lane; u < p.units; u += 64u) {
-        var xs: array<vec4<f32>, VECS * TOKENS>;
-        for (var t = 0u; t < TOKENS; t++) {
-            let token = min(token0 + t, p.tokens - 1u);
-            for (var j = 0u; j < VECS; j++) {
-                xs[t * VECS + j] = x_at(token, u * PER + 4u * j);
-            }
-        }
+        var units: array<vec4<u32>, ROWS>;
         for (var r = 0u; r < ROWS; r++) {
-            let row = min(row0 + r, p.rows - 1u);
-            let unit = w[row * p.units + u];
-            let scale = unit_scale(row, u);
-            var sum: array<vec4<f32>, TOKENS>;
-            for (var j = 0u; j < VECS; j++) {
-                let v = unpack(unit, j);
+            units[r] = w[min(row0 + r, p.rows - 1u) * p.units + u];
+        }
+        var sum: array<vec4<f32>, ROWS * TOKENS>;
+        if (!SCALED) {
+            sum = acc;
+        }
+        for (var j = 0u; j < VECS; j++) {
+            var xs: array<vec4<f32>, TOKENS>;
+            for (var t = 0u; t < TOKENS; t++) {
+                xs[t] = x_at(min(token0 + t, p.tokens - 1u), u * PER + 4u * j);
+            }
+            for (var r = 0u; r < ROWS; r++) {
+                let v = unpack(units[r], j);
                 for (var t = 0u; t < TOKENS; t++) {
-                    sum[t] = sum[t] + v * xs[t * VECS + j];
+                    sum[r * TOKENS + t] = sum[r * TOKENS + t] + v * xs[t];
                 }
             }
-            for (var t = 0u; t < TOKENS; t++) {
-                acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[t] * scale;
+        }
+        if (SCALED) {
+            for (var r = 0u; r < ROWS; r++) {
+                let scale = unit_scale(min(row0 + r, p.rows - 1u), u);
+                for (var t = 0u; t < TOKENS; t++) {
+                    acc[r * TOKENS + t] = acc[r * TOKENS + t] + sum[r * TOKENS + t] * scale;
+                }
             }
+        } else {
+            acc = sum;
         }
     }
     for (var i = 0u; i < ROWS * TOKENS; i++) {

@@ -30,11 +30,15 @@ fn main(@builtin(workgroup_id) wid: vec3<u32>, @builtin(local_invocation_index) 
         for (var r = 0u; r < ROWS; r++) {
             let row = first + min(d0 + r, p.value - 1u);
             let unit = w[row * p.units + u];
-            var sum = vec4<f32>(0.0);
+            var sum = select(acc[r], vec4<f32>(0.0), SCALED);
             for (var j = 0u; j < VECS; j++) {
                 sum = sum + unpack(unit, j) * x_at(row_of_x, u * PER + 4u * j);
             }
-            acc[r] = acc[r] + sum * unit_scale(row, u);
+            if (SCALED) {
+                acc[r] = acc[r] + sum * unit_scale(row, u);
+            } else {
+                acc[r] = sum;
+            }
         }
     }
     for (var r = 0u; r < ROWS; r++) {

@@ -34,7 +34,7 @@ fn main(
             return;
         }
     }
-    let from = select(other, n, SCATTER == 1u);
+    let source = select(other, n, SCATTER == 1u);
     let to = select(n, other, SCATTER == 1u);
-    out[p.out_offset + to * p.out_stride + c] = x[p.x_offset + from * p.x_stride + c];
+    out[p.out_offset + to * p.out_stride + c] = x[p.x_offset + source * p.x_stride + c];
 }

@@ -2,6 +2,7 @@
 // with zeros to whole units.
 const PER: u32 = 8u;
 const VECS: u32 = 2u;
+const SCALED: bool = false;
 @group(0) @binding(1) var<storage, read> w: array<vec4<u32>>;
 
 fn unpack(unit: vec4<u32>, j: u32) -> vec4<f32> {

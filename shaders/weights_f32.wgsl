@@ -1,6 +1,7 @@
 // Weights as f32: a 16-byte unit holds 4 columns. Rows are padded with zeros to whole units.
 const PER: u32 = 4u;
 const VECS: u32 = 1u;
+const SCALED: bool = false;
 @group(0) @binding(1) var<storage, read> w: array<vec4<u32>>;
 
 fn unpack(unit: vec4<u32>, j: u32) -> vec4<f32> {

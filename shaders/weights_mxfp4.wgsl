@@ -2,6 +2,7 @@
 // E8M0 scale. The scales lie as in the file, one byte a block, rows without padding between them.
 const PER: u32 = 32u;
 const VECS: u32 = 8u;
+const SCALED: bool = true;
 @group(0) @binding(1) var<storage, read> w: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 

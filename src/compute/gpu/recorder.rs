@@ -186,17 +186,14 @@ impl<'g> Recorder<'g> {
 
     /// Names what follows `label`, until the matching [`Recorder::leave`].
     pub fn enter(&mut self, label: &str) {
-        self.pass = None;
-        self.encoder.push_debug_group(label);
+        self.end_pass();
         self.scopes.push(label.to_owned());
     }
 
     /// Ends the innermost name, if there is one.
     pub fn leave(&mut self) {
-        if self.scopes.pop().is_some() {
-            self.pass = None;
-            self.encoder.pop_debug_group();
-        }
+        self.end_pass();
+        self.scopes.pop();
     }
 
     /// `a / b / c`: the scopes and the operation.
@@ -240,7 +237,7 @@ impl<'g> Recorder<'g> {
             entries: &entries,
         });
         if self.timing.is_some() || self.pass.is_none() {
-            self.begin_pass(kernel.name)?;
+            self.begin_pass(kernel.name);
         }
         if let Some(pass) = &mut self.pass {
             pass.push_debug_group(kernel.name);
@@ -253,8 +250,15 @@ impl<'g> Recorder<'g> {
         Ok(())
     }
 
-    fn begin_pass(&mut self, op: &str) -> Result<()> {
-        self.pass = None;
+    /// Closes the current pass and the groups it has open.
+    fn end_pass(&mut self) {
+        if let Some(mut pass) = self.pass.take() {
+            self.scopes.iter().for_each(|_| pass.pop_debug_group());
+        }
+    }
+
+    fn begin_pass(&mut self, op: &str) {
+        self.end_pass();
         let timed = self.timing.is_some();
         let label = if timed || self.scopes.is_empty() { self.path(op) } else { self.scopes.join(" / ") };
         let mut writes = None;
@@ -281,8 +285,11 @@ impl<'g> Recorder<'g> {
             label: Some(&label),
             timestamp_writes: writes,
         });
-        self.pass = Some(pass.forget_lifetime());
-        Ok(())
+        let mut pass = pass.forget_lifetime();
+        // Groups open and close within a pass: wgpu begins another command buffer for each, and a driver (Mesa 22.3) was
+        // seen to crash on groups that span several.
+        self.scopes.iter().for_each(|s| pass.push_debug_group(s));
+        self.pass = Some(pass);
     }
 
     /// Puts a kernel's parameters aside until the submission; gives the place they will be read from.
@@ -323,7 +330,7 @@ impl<'g> Recorder<'g> {
         if from.len() > to.len() {
             return Err(Error::run("copy").expected(to.len(), from.len()));
         }
-        self.pass = None;
+        self.end_pass();
         let (a, b) = (&from.region, &to.region);
         let bytes = 4 * from.len() as u64;
         self.encoder.copy_buffer_to_buffer(
@@ -338,7 +345,7 @@ impl<'g> Recorder<'g> {
 
     /// Fills `tensor` with zeros.
     pub fn clear(&mut self, tensor: &GpuTensor) {
-        self.pass = None;
+        self.end_pass();
         let r = &tensor.region;
         self.encoder.clear_buffer(&r.allocation.buffer, r.offset, Some(r.bytes));
     }
@@ -348,7 +355,7 @@ impl<'g> Recorder<'g> {
     /// # Errors
     /// `Device` when the device has failed.
     pub fn read(&mut self, tensor: &GpuTensor) -> Result<Readback> {
-        self.pass = None;
+        self.end_pass();
         let bytes = 4 * tensor.len() as u64;
         let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
         let buffer = self.gpu.host_buffer(bytes.max(4), usage, "read-back")?;
@@ -362,7 +369,7 @@ impl<'g> Recorder<'g> {
     /// # Errors
     /// `Device` when the device has failed or refuses the commands; nothing of them has run then.
     pub fn submit(mut self) -> Result<Submission> {
-        self.pass = None;
+        self.end_pass();
         self.gpu.check()?;
         let timings = self.resolve_timings()?;
         for (buffer, bytes) in &self.parameters {

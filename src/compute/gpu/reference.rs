@@ -280,13 +280,15 @@ pub fn mirror_matvec(w: &Matrix, x: &[f32]) -> Vec<f32> {
         for (lane, value) in lanes.iter_mut().enumerate() {
             let mut acc = [0.0f32; 4];
             for u in (lane..cols.div_ceil(per)).step_by(64) {
-                let mut sum = [0.0f32; 4];
+                let scale = codes.scale(r, u);
+                let mut sum = if scale.is_some() { [0.0f32; 4] } else { acc };
                 for c in u * per..(u + 1) * per {
                     let (wv, xv) = (row.get(c).copied().unwrap_or(0.0), x.get(c).copied().unwrap_or(0.0));
                     sum[c % 4] += wv * xv;
                 }
-                for (a, s) in acc.iter_mut().zip(sum) {
-                    *a += s * codes.scale(r, u);
+                match scale {
+                    Some(s) => acc.iter_mut().zip(sum).for_each(|(a, v)| *a += v * s),
+                    None => acc = sum,
                 }
             }
             *value = (acc[0] + acc[1]) + (acc[2] + acc[3]);
@@ -366,8 +368,8 @@ struct Unscaled {
 }
 
 impl Unscaled {
-    fn scale(&self, row: usize, unit: usize) -> f32 {
-        self.scales.get(row * self.per_row + unit).copied().unwrap_or(1.0)
+    fn scale(&self, row: usize, unit: usize) -> Option<f32> {
+        self.scales.get(row * self.per_row + unit).copied()
     }
 }
 

@@ -28,6 +28,16 @@ pub struct Op {
     run: fn(&Gpu) -> Result<f64>,
 }
 
+impl Op {
+    /// Runs the operation on `gpu` against its reference.
+    ///
+    /// # Errors
+    /// `Device` when the device fails.
+    pub fn run(&self, gpu: &Gpu) -> Result<OpResult> {
+        Ok(OpResult { name: self.name, worst: (self.run)(gpu)?, gate: self.gate })
+    }
+}
+
 /// What came out for one operation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpResult {
@@ -93,8 +103,7 @@ pub const OPS: &[Op] = &[
 /// # Errors
 /// `Device` when the device fails; a wrong result is not an error here but an [`OpResult`] that has not passed.
 pub fn ops_table(gpu: &Gpu) -> Result<Vec<OpResult>> {
-    let one = |op: &Op| Ok(OpResult { name: op.name, worst: (op.run)(gpu)?, gate: op.gate });
-    OPS.iter().map(one).collect()
+    OPS.iter().map(|op| op.run(gpu)).collect()
 }
 
 /// Refuses the adapter when an operation is wrong on it.

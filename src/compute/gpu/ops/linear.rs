@@ -9,8 +9,9 @@ use crate::error::Result;
 
 /// Up to this many tokens the matrix-vector kernel runs over groups of tokens; above, the tiled kernel.
 const SMALL_BATCH: usize = 8;
-/// Rows a matrix-vector group computes.
-const ROWS: u32 = 4;
+/// Rows and tokens a matrix-vector group computes, for one token and for several: what a lane holds in registers.
+const ALONE: (u32, u32) = (4, 1);
+const TOGETHER: (u32, u32) = (2, 4);
 
 macro_rules! per_format {
     ($name:literal, $format:expr, $($rest:literal),+) => {
@@ -81,9 +82,9 @@ impl Recorder<'_> {
             let mut bindings = vec![(1, &chunk.weights), (3, &x.region), (4, &out.region)];
             bindings.extend(chunk.scales.as_ref().map(|s| (2, s)));
             if tokens <= SMALL_BATCH {
-                let per_group: u32 = if tokens == 1 { 1 } else { 4 };
-                let [gx, gy] = self.gpu().fold(chunk.rows.div_ceil(ROWS as usize));
-                let constants = [("ROWS", ROWS), ("TOKENS", per_group)];
+                let (rows, per_group) = if tokens == 1 { ALONE } else { TOGETHER };
+                let [gx, gy] = self.gpu().fold(chunk.rows.div_ceil(rows as usize));
+                let constants = [("ROWS", rows), ("TOKENS", per_group)];
                 let groups = [gx, gy, (tokens as u32).div_ceil(per_group)];
                 self.dispatch(matvec_kernel(w.format, vec4), &constants, &parameters, &bindings, groups)?;
             } else {
