@@ -54,7 +54,7 @@ fn refused_everywhere(c: &TinyCheckpoint, named: &[&str]) {
 
 fn logits_in_chunks(c: &TinyCheckpoint, chunk: usize) -> Vec<f32> {
     let checkpoint = Arc::new(Checkpoint::open(&c.dirs()).unwrap());
-    let mut session = Session::new(common::open(checkpoint, 2, 64 << 20));
+    let mut session = Session::new(common::open(checkpoint, 2, 64 << 20)).unwrap();
     let mut all = Vec::new();
     for part in IDS.chunks(chunk) {
         session
@@ -362,7 +362,7 @@ fn c07_every_needed_key_is_required() {
             assert!(object.remove(last).is_some(), "{key} is not in the configuration");
         });
         let e = open_error(&c);
-        assert_eq!((e.kind(), e.place().key.as_deref()), (Kind::Refused, Some(key)), "{e}");
+        assert_eq!((e.kind(), e.place().key.as_deref()), (Kind::Refused, Some(*key)), "{e}");
         std::fs::write(c.path().join("config.json"), &original).unwrap();
     }
     c.edit_config(|v| drop(v["text_config"].as_object_mut().unwrap().remove("kv_lora_rank")));
@@ -459,7 +459,7 @@ fn a_cache_entry_of_the_hub_opens() {
     let entry = c.hub_cache();
     for path in [entry.clone(), entry.join("snapshots/0123abcd")] {
         let opened = Arc::new(Checkpoint::open(&[path]).unwrap());
-        let mut session = Session::new(common::open(opened, 2, 64 << 20));
+        let mut session = Session::new(common::open(opened, 2, 64 << 20)).unwrap();
         let mut all = Vec::new();
         session
             .feed_all(&IDS, &mut Unobserved, &mut |_, row| {

@@ -129,12 +129,12 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
             "predicted": ids.len() - 1,
             "nll": nll,
             "perplexity": nll.exp(),
-            "device": "cpu",
-            "adapter": serde_json::Value::Null,
+            "device": loaded.device_name(),
+            "adapter": loaded.gpu().map(|g| g.name()),
             "timings": {"load_s": load.as_secs_f64(), "eval_s": eval, "tokens_per_s": ids.len() as f64 / eval.max(1e-9)},
             "bytes": loaded.counters().bytes(),
             "experts": loaded.counters().experts(),
-            "peak": model::peak(&progress),
+            "peak": model::peak(&progress, &loaded),
         }));
     }
     drop(progress);

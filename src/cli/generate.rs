@@ -333,8 +333,8 @@ fn finish(
             "ids": outcome.ids,
             "text": if has_text { Value::from(outcome.text.as_str()) } else { Value::Null },
             "finish_reason": outcome.finish,
-            "device": "cpu",
-            "adapter": Value::Null,
+            "device": model.device_name(),
+            "adapter": model.gpu().map(|g| g.name()),
             "usage": {"prompt_tokens": prompt.len(), "completion_tokens": outcome.ids.len()},
             "timings": {
                 "load_s": seconds(load),
@@ -344,7 +344,7 @@ fn finish(
             },
             "bytes": bytes,
             "experts": experts,
-            "peak": model::peak(progress),
+            "peak": super::model::peak(progress, model),
         }));
     }
     progress.say(&format!(

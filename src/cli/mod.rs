@@ -1,5 +1,6 @@
 //! What was typed becomes what it means, once; one file a verb.
 
+mod device;
 mod eval;
 mod generate;
 mod model;
@@ -65,6 +66,8 @@ struct ModelFlags {
 struct RunFlags {
     #[command(flatten)]
     model: ModelFlags,
+    #[command(flatten)]
+    device: device::DeviceFlags,
     /// Host memory to use, e.g. 20GB, 1.5GiB [default: what is free, less a margin]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,

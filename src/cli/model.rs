@@ -1,6 +1,6 @@
 //! From flags to an opened model.
 
-use super::{Global, ModelFlags, RunFlags};
+use super::{Global, ModelFlags, RunFlags, device};
 use crate::checkpoint::demo;
 use crate::checkpoint::shards::Checkpoint;
 use crate::error::{Error, Result};
@@ -111,6 +111,8 @@ pub fn open(
             return Err(Error::machine("cannot find out how much memory is free").hint("give --ram SIZE"));
         }
     };
+    let gpu = device::open(&flags.device, progress)?;
+    progress.phase("planning");
     let model = Model::open(
         checkpoint,
         Options {
@@ -121,13 +123,23 @@ pub fn open(
             budget,
             io_depth: flags.io_depth,
             cancel,
-            gpu: None,
+            gpu,
         },
     )?;
     let p = model.placement();
     let layers = model.config().layers.len();
+    let on_gpu = match model.gpu() {
+        Some(gpu) => format!(
+            " + {} ({}/{layers} layers in {} of GPU memory)",
+            gpu.name(),
+            model.gpu_layers(),
+            human(model.gpu_budget())
+        ),
+        None => String::new(),
+    };
     progress.say(&format!(
-        "plan: cpu ({}, {} threads), context {context}; state {}, scratch {}, trunk {} in memory ({}/{layers} layers), {} streamed per pass through {}, {} experts cached in {}; {} of {}",
+        "plan: {}: cpu ({}, {} threads){on_gpu}, context {context}; state {}, scratch {}, trunk {} in memory ({}/{layers} layers), {} streamed per pass through {}, {} experts cached in {}; {} of {}",
+        model.device_name(),
         model.cpu.isa.name(),
         model.cpu.threads(),
         human(p.state),
@@ -155,8 +167,10 @@ fn plan(model: &Model, context: usize) -> Value {
     let p = model.placement();
     json!({
         "event": "plan",
-        "device": "cpu",
-        "adapter": Value::Null,
+        "device": model.device_name(),
+        "adapter": model.gpu().map(|g| g.name()),
+        "gpu_layers": model.gpu_layers(),
+        "vram": model.gpu_budget(),
         "isa": model.cpu.isa.name(),
         "threads": model.cpu.threads(),
         "context": context,
@@ -167,6 +181,6 @@ fn plan(model: &Model, context: usize) -> Value {
 }
 
 /// The `peak` object of a report.
-pub fn peak(progress: &Progress) -> Value {
-    json!({ "rss": progress.peak(), "vram": 0 })
+pub fn peak(progress: &Progress, model: &Model) -> Value {
+    json!({ "rss": progress.peak(), "vram": model.gpu().map_or(0, |g| g.bytes_peak()) })
 }

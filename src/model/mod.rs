@@ -176,6 +176,7 @@ pub struct Model {
     /// Which layers are computed on the GPU, and last whether the output head is.
     on_gpu: Vec<bool>,
     most_tokens: usize,
+    gpu_budget: u64,
     context: usize,
     counters: Arc<Counters>,
     cancel: Arc<AtomicBool>,
@@ -265,6 +266,7 @@ impl Model {
             embedding,
             bound,
             placement,
+            gpu_budget: options.gpu.as_ref().map_or(0, |plan| plan.budget),
             gpu: options.gpu.map(|plan| GpuSide::new(plan.gpu, checkpoint.config())),
             on_gpu,
             most_tokens,
@@ -324,6 +326,10 @@ impl Model {
     /// The GPU in use, if there is one.
     pub fn gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref().map(|side| &side.gpu)
+    }
+    /// The budget of GPU memory, in bytes; 0 without a GPU.
+    pub fn gpu_budget(&self) -> u64 {
+        self.gpu_budget
     }
     /// Layers computed on the GPU, the output head not counted.
     pub fn gpu_layers(&self) -> usize {

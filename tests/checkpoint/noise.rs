@@ -107,9 +107,10 @@ proptest! {
                     budget: 64 << 20,
                     io_depth: 1,
                     cancel: Arc::default(),
+                    gpu: None,
                 };
-                let run = Model::open(Arc::new(opened), &options).and_then(|model| {
-                    let mut session = Session::new(Arc::new(model));
+                let run = Model::open(Arc::new(opened), options).and_then(|model| {
+                    let mut session = Session::new(Arc::new(model))?;
                     session.feed_all(&[1, 2, 3], &mut Unobserved, &mut |_, _| Ok(()))
                 });
                 if let Err(e) = run {

@@ -135,8 +135,9 @@ fn model_error(c: &TinyCheckpoint) -> trunkline::Error {
         budget: 64 << 20,
         io_depth: 1,
         cancel: Arc::default(),
+        gpu: None,
     };
-    match Checkpoint::open(&c.dirs()).and_then(|c| Model::open(Arc::new(c), &options)) {
+    match Checkpoint::open(&c.dirs()).and_then(|c| Model::open(Arc::new(c), options)) {
         Ok(_) => panic!("the model was accepted"),
         Err(e) => e,
     }

@@ -28,3 +28,4 @@ pub use ops::mla::{AttendScratch, LatentCache, MlaAttend, MlaShape};
 pub use ops::moe::{Route, Routing};
 pub use ops::values::FmaUse;
 pub use recorder::{PassTime, Readback, Recorder, Submission};
+pub use table::{ops_table, self_test};
