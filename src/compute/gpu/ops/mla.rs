@@ -362,3 +362,28 @@ fn whole_heads(first_row: usize, rows: usize, head_rows: usize) -> Result<(usize
     want("kv_b: rows of a split head", 0, rows % head_rows)?;
     Ok((first_row / head_rows, rows / head_rows))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::device::GpuOptions;
+    use super::*;
+
+    /// C19: a row whose every split is masked gives zeros, and one visible split decides alone whatever the masked ones hold.
+    #[test]
+    fn all_masked_rows_give_zeros() {
+        let gpu = Gpu::open(GpuOptions { allow_software: true, ..Default::default() })
+            .unwrap_or_else(|e| panic!("{e}; apt-get install -y libvulkan1 mesa-vulkan-drivers"));
+        let masked = [-1e38, 0.0, 0.0, 0.0];
+        let seen = [-1e30, 2.0, 6.0, -8.0];
+        let rows: Vec<f32> = [masked, masked, masked, seen].concat();
+        let partial = GpuTensor::from_slice(&gpu, 2, 8, &rows, "partial").expect("partial");
+        let out = GpuTensor::new(&gpu, 2, 2, "out").expect("out");
+        let mut rec = gpu.record("combine");
+        let bindings = [(1, &partial.region), (2, &out.region)];
+        let kernel = kernel!("mla_combine": "mla_combine.wgsl");
+        rec.dispatch(kernel, &[], &[2, 2, 2, 0], &bindings, [2, 1, 1]).expect("recorded");
+        let read = rec.read(&out).expect("read");
+        rec.submit().expect("submitted");
+        assert_eq!(read.values(&gpu).expect("values"), [0.0, 0.0, 3.0, -4.0]);
+    }
+}
