@@ -1,14 +1,14 @@
 //! One pass: T tokens through every layer, each on its device.
 
 use super::gpu::{GpuSide, ResidentExperts};
-use super::layer::{Buffers, DeviceState, Experts, Pass};
+use super::layer::{Buffers, DeviceState, Experts, Pass, UseExpert};
 use super::state::{AnyState, LayerState, State};
 use super::weights::{Expert, Layer};
 use super::{Model, Observer, Point, transfer};
 use crate::checkpoint::config::Config;
 use crate::compute::backend::Backend;
 use crate::compute::cpu::vector;
-use crate::compute::device::{Cpu, Tensor, Weight};
+use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
 use crate::error::{Error, Kind, Result};
 use std::sync::Arc;
@@ -77,7 +77,7 @@ impl<'c> Experts<&'c Cpu> for HostExperts<'_> {
         layer: usize,
         experts: &[u32],
         pass: u64,
-        f: &mut dyn FnMut(&mut &'c Cpu, u32, &Expert<Weight>) -> Result<()>,
+        f: &mut UseExpert<'_, &'c Cpu>,
     ) -> Result<()> {
         let model = self.0;
         model.experts.for_each(layer, experts, pass, |e, slab| {
@@ -157,7 +157,7 @@ impl<'g> Experts<GpuBackend<'g>> for Counted<'_> {
         layer: usize,
         experts: &[u32],
         pass: u64,
-        f: &mut dyn FnMut(&mut GpuBackend<'g>, u32, &Expert<crate::compute::gpu::GpuMatrix>) -> Result<()>,
+        f: &mut UseExpert<'_, GpuBackend<'g>>,
     ) -> Result<()> {
         self.model.check_cancelled()?;
         let (c, n) = (&self.model.counters, experts.len() as u64);
@@ -389,7 +389,7 @@ impl<B: Backend> Experts<B> for NoExperts {
         layer: usize,
         _experts: &[u32],
         _pass: u64,
-        _f: &mut dyn FnMut(&mut B, u32, &Expert<B::Weight>) -> Result<()>,
+        _f: &mut UseExpert<'_, B>,
     ) -> Result<()> {
         Err(Error::run("the output head has no experts").layer(layer))
     }
