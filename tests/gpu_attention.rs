@@ -40,7 +40,7 @@ impl Mla {
     fn on_gpu(&self, gpu: &Gpu, gated: bool) -> Vec<f32> {
         let MlaShape { heads, nope, value, .. } = self.shape;
         let keys = self.position + self.tokens;
-        let mut cache = LatentCache::new(gpu, self.shape).expect("cache");
+        let mut cache = LatentCache::new(gpu, self.shape, keys).expect("cache");
         cache.reserve(gpu, keys).expect("room");
         let width = self.shape.rank + self.shape.rope;
         let kv_b = GpuMatrix::upload(gpu, &self.matrix(), nope + value, "kv_b").expect("kv_b");
@@ -119,9 +119,9 @@ fn attention_with_narrow_bindings_gives_the_same_bits() {
     let shape = MlaShape { heads: 8, rank: 250, nope: 24, rope: 8, value: 24 };
     let m = Mla::new(shape, 1500, 40);
     let narrow = narrow();
-    let mut cache = LatentCache::new(&narrow, shape).expect("cache");
+    let mut cache = LatentCache::new(&narrow, shape, 1540).expect("cache");
     cache.reserve(&narrow, 1540).expect("room");
-    assert!(cache.chunks().len() > 1);
+    assert!(cache.chunk_count() > 1);
     same_bits("narrow", &m.on_gpu(&narrow, true), &m.on_gpu(gpu(false), true));
 }
 
@@ -140,4 +140,24 @@ fn c19_extreme_scores_and_nan() {
     m.c[5 * (24 + 8) + 24] = f32::NAN;
     let got = m.on_gpu(gpu, false);
     assert!(got.iter().all(|v| v.is_nan()), "a NaN key is seen by every head");
+}
+
+#[test]
+fn a_cache_is_saved_and_restored() {
+    let gpu = narrow();
+    let shape = MlaShape { heads: 2, rank: 200, nope: 8, rope: 6, value: 8 };
+    let (latents, ropes) = (noise(95, 1500 * 200), noise(96, 1500 * 6));
+    let mut cache = LatentCache::new(&gpu, shape, 100).expect("cache");
+    assert!(cache.is_empty());
+    cache.restore(&gpu, &latents, &ropes).expect("restored");
+    assert_eq!(cache.len(), 1500);
+    assert!(cache.chunk_count() > 1);
+    let (l, r) = cache.download(&gpu).expect("downloaded");
+    same_bits("latents", &l, &latents);
+    same_bits("rope keys", &r, &ropes);
+    cache.set_len(300).expect("shorter");
+    let (l, r) = cache.download(&gpu).expect("downloaded");
+    same_bits("fewer latents", &l, &latents[..300 * 200]);
+    same_bits("fewer rope keys", &r, &ropes[..300 * 6]);
+    assert!(cache.restore(&gpu, &latents, &ropes[1..]).is_err() && cache.set_len(10_000).is_err());
 }

@@ -446,3 +446,22 @@ fn uploads_of_every_size_arrive() {
     let e = w.fill(gpu, &stored.matrix(rows, cols).row_range(0, 4098)).expect_err("another shape");
     assert_eq!((e.kind(), e.place().tensor.as_deref()), (Kind::Refused, Some("padded")));
 }
+
+#[test]
+fn copies_and_clears() {
+    let gpu = gpu(true);
+    let slots = GpuSlots::new(gpu, 3, 2, 33, "slots").expect("slots");
+    let (a, b) = (slots.slot(0).expect("slot"), slots.slot(2).expect("slot"));
+    let x = noise(140, 66);
+    let xt = tensor(gpu, 2, &x);
+    let got = run(gpu, &b, |r| {
+        assert!(r.copy(&a, &b).is_err(), "one buffer");
+        assert!(r.copy(&tensor(gpu, 1, &[0.0; 67]), &b).is_err(), "too long");
+        r.clear(&a);
+        r.copy(&xt, &b)
+    });
+    same_bits("copied", &got, &x);
+    assert_eq!(gpu.download(&a).expect("a"), [0.0; 66]);
+    // The slot between was touched by neither.
+    assert!(gpu.download(&slots.slot(1).expect("slot")).expect("b").iter().all(|v| v.is_nan()));
+}
