@@ -242,7 +242,7 @@ impl Model {
         }
         let run = Run { model: self, number: self.next_pass(), pos: state.len(), seen };
         self.cpu.run(|| self.pass(run, state, s, ids, want))?;
-        state.commit(ids.len());
+        state.commit(ids.len())?;
         Ok(&s.logits)
     }
 
@@ -360,7 +360,7 @@ impl Model {
             }
             _ => return Err(Error::run("the state is of another model")),
         };
-        state.commit(x.rows());
+        state.commit(x.rows())?;
         Ok(out)
     }
 
