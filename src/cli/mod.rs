@@ -95,6 +95,12 @@ fn positive(text: &str) -> Result<usize, String> {
 
 /// Runs the program on the process's arguments and returns its exit code.
 pub fn main() -> u8 {
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+        // Mesa's drivers complain on stderr where a session has no such folder (over ssh, in containers); they only look
+        // for a display there, and nothing here needs one.
+        // SAFETY: the first thing the program does, while it has one thread.
+        unsafe { std::env::set_var("XDG_RUNTIME_DIR", std::env::temp_dir()) };
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
