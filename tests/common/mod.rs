@@ -2,6 +2,7 @@
 #![allow(dead_code, unused_imports)]
 
 pub mod golden;
+pub mod reference;
 pub mod tiny;
 
 pub use golden::{Golden, assert_close, golden_dir};
