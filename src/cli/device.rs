@@ -1,6 +1,6 @@
 //! Which device computes.
 
-use crate::compute::gpu::{AdapterEntry, Gpu, GpuOptions, self_test};
+use crate::compute::gpu::{AdapterEntry, Faults, Gpu, GpuOptions, self_test};
 use crate::error::{Error, Kind, Result};
 use crate::model::GpuPlan;
 use crate::report::progress::{Progress, human};
@@ -70,6 +70,7 @@ pub fn open(flags: &DeviceFlags, progress: &Progress) -> Result<Option<GpuPlan>>
         gpu_debug: flags.gpu_debug,
         pipeline_cache: cache_folder(),
         vram_budget: flags.vram,
+        faults: Faults { lose_after_submits: lose_after()?, ..Faults::default() },
         ..GpuOptions::default()
     };
     let gpu = match Gpu::open(options) {
@@ -93,6 +94,14 @@ pub fn open(flags: &DeviceFlags, progress: &Progress) -> Result<Option<GpuPlan>>
     };
     log::info!("adapter {}, {} of GPU memory", gpu.name(), human(budget));
     Ok(Some(GpuPlan { gpu, budget, everything: flags.device == Device::Gpu }))
+}
+
+/// `TRUNKLINE_LOSE_GPU_AFTER=N` loses the device on purpose after N submissions: how the tests see what a run does then.
+fn lose_after() -> Result<Option<u64>> {
+    let name = "TRUNKLINE_LOSE_GPU_AFTER";
+    let Some(value) = std::env::var_os(name) else { return Ok(None) };
+    let number = value.to_str().and_then(|v| v.parse().ok());
+    number.map(Some).ok_or_else(|| Error::usage(format!("{name} is not a number")))
 }
 
 /// What identifies an adapter whose operations were found right, and the version of the operations.

@@ -303,8 +303,13 @@ fn failed(e: Error, global: &Global, outcome: &Outcome, f: &Flags, progress: &Pr
     if e.kind() == Kind::Interrupted {
         progress.say(&format!("stopped after {} generated tokens", outcome.ids.len()));
     }
-    Ok(match &f.session {
-        Some(path) if e.hint_text().is_none() && e.kind() != Kind::ClosedPipe => e.hint(format!(
+    Ok(match (&f.session, e.kind()) {
+        (_, Kind::ClosedPipe) => e,
+        (Some(path), Kind::Device) => e.hint(format!(
+            "go on without the GPU: the same command with --device cpu --session {}",
+            path.display()
+        )),
+        (Some(path), _) if e.hint_text().is_none() => e.hint(format!(
             "the session is kept: the same command with --session {} goes on from it",
             path.display()
         )),
