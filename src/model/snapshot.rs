@@ -68,7 +68,7 @@ impl Model {
                     let gpu = &self.gpu_side()?.gpu;
                     match layer {
                         LayerState::Kda { now, .. } => {
-                            let mut device = GpuBackend::new(gpu, &mut work, false);
+                            let mut device = GpuBackend::new(gpu, &mut work, None);
                             let mut take = |t: &GpuBuf| device.download(t).map(Cow::Owned);
                             for (n, conv) in ["conv_q", "conv_k", "conv_v"].iter().zip(&now.conv) {
                                 out.push((name(n), take(conv)?));
@@ -117,7 +117,7 @@ impl Model {
                     let gpu = &self.gpu_side()?.gpu;
                     match layer {
                         LayerState::Kda { now, .. } => {
-                            let mut device = GpuBackend::new(gpu, &mut work, false);
+                            let mut device = GpuBackend::new(gpu, &mut work, None);
                             for (n, conv) in ["conv_q", "conv_k", "conv_v"].iter().zip(&mut now.conv) {
                                 device.upload(&read(&name(n), past, p)?, conv)?;
                             }
