@@ -174,6 +174,33 @@ fn a_run_on_the_gpu_shows_its_passes_by_layer_and_how_certain_their_place_is() {
 }
 
 #[test]
+fn a_hybrid_run_with_a_streamed_trunk_shows_both_devices_each_with_its_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("t.json");
+    let device = ["--device", "auto", "--allow-software", "--vram", "3MB"];
+    let sizes = ["--ram", "1200kB", "--context", "32", "--prefill-chunk", "8", "--max-tokens", "2"];
+    let c = command("generate", Some(&file), &[&device[..], &sizes].concat());
+    let (events, done) = traced(c, &file);
+    assert_eq!(done["device"], "hybrid");
+    let cpu: BTreeSet<u64> = on(&events, "cpu ops").filter_map(Event::layer).collect();
+    let gpu: BTreeSet<u64> =
+        on(&events, "gpu").filter_map(Event::layer).filter(|l| !cpu.contains(l)).collect();
+    assert!(!gpu.is_empty());
+    assert_eq!(&cpu | &gpu, layers().0);
+    assert!(on(&events, "uploads").any(|e| e.name.ends_with("activations")));
+    assert_eq!(sum_of_bytes(&events, "reads"), done["bytes"]["nvme"].as_u64().unwrap());
+    // Streamed: some layer's trunk is read again by the second pass.
+    let mut trunk: Vec<(u64, &str)> = on(&events, "reads")
+        .filter(|e| !e.name.contains("expert "))
+        .filter_map(|e| Some((e.layer()?, e.name.as_str())))
+        .collect();
+    let all = trunk.len();
+    trunk.sort_unstable();
+    trunk.dedup();
+    assert!(trunk.len() < all, "{trunk:?}");
+}
+
+#[test]
 fn eval_is_traced_as_well_and_its_result_is_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("t.json");

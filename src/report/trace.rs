@@ -24,7 +24,7 @@ pub enum Track<'a> {
     CpuOps,
     /// Reads from the checkpoint's files: a line for each thread that reads.
     Reads,
-    /// Copies to the GPU.
+    /// Copies to the GPU, as long as the host is busy with them.
     Uploads,
     /// Passes on the GPU of this name.
     Gpu(&'a str),
@@ -156,7 +156,7 @@ impl Trace {
         let recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner);
         write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":")?;
         serde_json::to_writer(&mut *out, &json!({"dropped_events": recorded.dropped}))?;
-        write!(out, ",\"traceEvents\":[\n")?;
+        writeln!(out, ",\"traceEvents\":[")?;
         serde_json::to_writer(
             &mut *out,
             &json!({"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "trunkline"}}),
