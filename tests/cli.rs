@@ -457,3 +457,22 @@ fn help_and_version_are_complete() {
         assert!(own.status.success() && own.stdout.len() > 200, "{verb}");
     }
 }
+
+#[test]
+fn c18_a_value_that_is_not_finite_ends_the_run() {
+    let c = common::tiny::TinyCheckpoint::new();
+    let m = c.path().display().to_string();
+    let good =
+        run(&["generate", "--model", &m, "--ids", "1,2,3", "--max-tokens", "3", "--json", "--ignore-eos"]);
+    assert_eq!(lines(&good).last().unwrap()["event"], "done");
+    c.edit_tensor(common::tiny::SHARDS, "language_model.model.norm.weight", |t| {
+        t.data[..2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    });
+    let bad =
+        run(&["generate", "--model", &m, "--ids", "1,2,3", "--max-tokens", "3", "--json", "--ignore-eos"]);
+    fails(&bad, 1, &["not finite", "position 2"]);
+    let events = lines(&bad);
+    assert!(events.iter().all(|e| e["event"] != "token" && e["event"] != "done"), "{events:?}");
+    let last = events.last().unwrap();
+    assert_eq!((&last["event"], &last["exit"]), (&"error".into(), &1.into()));
+}

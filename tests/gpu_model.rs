@@ -202,7 +202,7 @@ fn c24_memory_that_runs_out_while_loading_is_an_error() {
 fn a_device_lost_in_mid_decode_leaves_the_last_whole_step() {
     let golden = Golden::open("base", "golden.safetensors");
     let ids = golden.ids("p2.ids");
-    let faults = Faults { lose_after_submits: Some(120), ..Faults::default() };
+    let faults = Faults { lose_after_submits: Some(1500), ..Faults::default() };
     let model = whole("base", GpuOptions { faults, ..GpuOptions::default() });
     let mut session = Session::new(model).unwrap();
     session.sync(&ids, 16, &mut Unobserved, &mut |_| Ok(())).unwrap();

@@ -1,75 +1,13 @@
-//! Every operation on the device: against the golden vectors, against mirrors of the kernels' orders of sums bit by bit, and
-//! on the shapes and values that break kernels elsewhere.
+//! Every operation on the device: against mirrors of the kernels' orders of sums bit by bit, and on the shapes and values that
+//! break kernels elsewhere.
 
-use safetensors::SafeTensors;
-use std::collections::HashMap;
+mod gpu_common;
+
+use gpu_common::*;
 use std::path::Path;
-use std::sync::OnceLock;
 use trunkline::Kind;
-use trunkline::compute::gpu::reference::{self as plain, Stored, noise, widen, worst};
+use trunkline::compute::gpu::reference::{self as plain, Stored, noise, widen};
 use trunkline::compute::gpu::*;
-
-/// Two devices serve all tests: one with every check and NaN in each new buffer, one as a release runs.
-fn gpu(checked: bool) -> &'static Gpu {
-    static CHECKED: OnceLock<Gpu> = OnceLock::new();
-    static PLAIN: OnceLock<Gpu> = OnceLock::new();
-    let open = || {
-        let options = GpuOptions { allow_software: true, checked, poison: checked, ..Default::default() };
-        Gpu::open(options)
-            .unwrap_or_else(|e| panic!("{e}; apt-get install -y libvulkan1 mesa-vulkan-drivers"))
-    };
-    if checked { CHECKED.get_or_init(open) } else { PLAIN.get_or_init(open) }
-}
-
-/// A device that may bind 1 MiB at most.
-fn narrow() -> Gpu {
-    let options =
-        GpuOptions { allow_software: true, binding_limit: Some(1 << 20), poison: true, ..Default::default() };
-    Gpu::open(options).expect("an adapter")
-}
-
-fn tensor(gpu: &Gpu, rows: usize, values: &[f32]) -> GpuTensor {
-    GpuTensor::from_slice(gpu, rows, values.len() / rows, values, "input").expect("upload")
-}
-
-fn room(gpu: &Gpu, rows: usize, cols: usize) -> GpuTensor {
-    GpuTensor::new(gpu, rows, cols, "output").expect("room")
-}
-
-/// Records `body`, submits, and gives the values of `out`.
-fn run(gpu: &Gpu, out: &GpuTensor, body: impl FnOnce(&mut Recorder) -> trunkline::Result<()>) -> Vec<f32> {
-    let mut rec = gpu.record("test");
-    body(&mut rec).expect("recorded");
-    let read = rec.read(out).expect("read");
-    rec.submit().expect("submitted");
-    read.values(gpu).expect("values")
-}
-
-fn product(gpu: &Gpu, stored: &Stored, rows: usize, cols: usize, x: &[f32]) -> Vec<f32> {
-    let w = GpuMatrix::upload(gpu, &stored.matrix(rows, cols), 1, "weight").expect("weight");
-    let tokens = x.len() / cols;
-    let out = room(gpu, tokens, rows);
-    run(gpu, &out, |r| r.matmul(&w, &tensor(gpu, tokens, x), &out))
-}
-
-fn within(what: &str, got: &[f32], want: &[f64], gate: f64) {
-    let err = worst(got, want);
-    println!("{what}: {err:.2e}");
-    assert!(err <= gate, "{what}: {err:e} > {gate:e}");
-}
-
-fn same_bits(what: &str, got: &[f32], want: &[f32]) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let differ = got.iter().zip(want).filter(|(g, w)| g.to_bits() != w.to_bits()).count();
-    assert_eq!(differ, 0, "{what}: {differ} of {} differ", got.len());
-}
-
-/// Mirrors round products and sums separately; on a card that fuses they are no mirrors.
-fn mirrors_hold(gpu: &Gpu) -> bool {
-    let fma = gpu.probe_fma().expect("probe");
-    assert!(!gpu.is_software() || !fma.contracts, "a software adapter that contracts: {fma:?}");
-    !fma.contracts
-}
 
 // ---- the op table ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +21,26 @@ fn op_table_passes() {
     }
 }
 
+/// The subgroup variants, where the adapter has subgroups; elsewhere the base kernels run and pass as well.
+#[test]
+fn subgroup_variants_agree_with_the_base() {
+    let options = GpuOptions { allow_software: true, subgroups: true, ..Default::default() };
+    let with = Gpu::open(options).expect("an adapter");
+    assert_eq!(with.uses_subgroups(), with.adapter().features.contains(&"subgroups"));
+    assert!(!gpu(false).uses_subgroups(), "not unless asked for");
+    for (name, make) in FORMATS {
+        for (rows, cols) in [(1, 32), (37, 1024), (257, 2080)] {
+            let stored = make(130, rows, cols);
+            for tokens in [1, 6] {
+                let x = noise(131, tokens * cols);
+                let base = product(gpu(false), &stored, rows, cols, &x);
+                let what = format!("{name} {rows}x{cols} x{tokens}");
+                within(&what, &product(&with, &stored, rows, cols, &x), &widen(&base), 1e-6);
+            }
+        }
+    }
+}
+
 #[test]
 fn op_table_passes_with_narrow_bindings() {
     table::self_test(&narrow()).expect("every op");
@@ -92,7 +50,7 @@ fn op_table_passes_with_narrow_bindings() {
 #[test]
 fn op_table_is_complete() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("shaders");
-    let parts = ["common", "weights_", "input_", "matmul_params", "probe_fma"];
+    let parts = ["common", "weights_", "input_", "reduce_", "matmul_params", "probe_fma"];
     let mut seen = 0;
     for file in std::fs::read_dir(folder).expect("shaders").flatten() {
         let name = file.path().file_stem().expect("stem").to_string_lossy().into_owned();
@@ -111,223 +69,7 @@ fn op_table_is_complete() {
     assert!(seen >= 15, "{seen}");
 }
 
-// ---- golden vectors --------------------------------------------------------------------------------------------------
-
-struct Golden(HashMap<String, (Vec<usize>, Vec<u8>)>);
-
-impl Golden {
-    fn open(folder: &str) -> Golden {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/goldens").join(folder);
-        let bytes = std::fs::read(path.join("ops.safetensors")).expect("golden vectors");
-        let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-        let all = file.tensors().into_iter();
-        Golden(all.map(|(n, t)| (n, (t.shape().to_vec(), t.data().to_vec()))).collect())
-    }
-    fn bytes(&self, name: &str) -> &[u8] {
-        &self.0[name].1
-    }
-    fn shape(&self, name: &str) -> &[usize] {
-        &self.0[name].0
-    }
-    fn f32(&self, name: &str) -> Vec<f32> {
-        self.bytes(name).chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
-    }
-    fn f64(&self, name: &str) -> Vec<f64> {
-        widen(&self.f32(name))
-    }
-}
-
-const FOLDERS: [&str; 2] = ["base", "toggles"];
-
-#[test]
-fn golden_mxfp4_is_bit_exact() {
-    for gpu in [gpu(true), gpu(false)] {
-        for folder in FOLDERS {
-            let g = Golden::open(folder);
-            for (name, skip) in [("mxfp4.sweep", Some(255)), ("mxfp4.expert", None)] {
-                let shape = g.shape(&format!("{name}.out"));
-                let (rows, cols) = (shape[0], shape[1]);
-                let stored = Stored::Mxfp4(
-                    g.bytes(&format!("{name}.packed")).to_vec(),
-                    g.bytes(&format!("{name}.scale")).to_vec(),
-                );
-                let w = GpuMatrix::upload(gpu, &stored.matrix(rows, cols), 1, name).expect("upload");
-                let ids: Vec<u32> = (0..rows as u32).collect();
-                let ids = GpuTensor::from_words(gpu, 1, rows, &ids, "ids").expect("ids");
-                let out = room(gpu, rows, cols);
-                let got = run(gpu, &out, |r| r.embed(&w, &ids, &out));
-                let want = g.f32(&format!("{name}.out"));
-                let mut compared = 0;
-                for (i, (a, b)) in got.iter().zip(&want).enumerate() {
-                    // An adapter may flush what is below the normal range; this one is asked to be exact if it keeps it.
-                    let flushed = b.abs() < f32::MIN_POSITIVE && *a == 0.0;
-                    if Some(i / cols) == skip || (flushed && !gpu.is_software()) {
-                        continue;
-                    }
-                    assert_eq!(
-                        a.to_bits(),
-                        b.to_bits(),
-                        "{folder} {name} row {} column {}",
-                        i / cols,
-                        i % cols
-                    );
-                    compared += 1;
-                }
-                assert!(compared >= (rows - 1) * cols, "{compared}");
-            }
-        }
-    }
-}
-
-/// The product with each unit vector is the column of the dequantised weight.
-#[test]
-fn golden_mxfp4_through_products() {
-    let g = Golden::open("base");
-    let (rows, cols) = (96, 64);
-    let stored =
-        Stored::Mxfp4(g.bytes("mxfp4.expert.packed").to_vec(), g.bytes("mxfp4.expert.scale").to_vec());
-    let want = g.f32("mxfp4.expert.out");
-    let mut unit = vec![0.0; cols * cols];
-    (0..cols).for_each(|i| unit[i * cols + i] = 1.0);
-    for tokens in [1, 4, cols] {
-        for (first, x) in unit.chunks_exact(tokens * cols).enumerate() {
-            let got = product(gpu(false), &stored, rows, cols, x);
-            for t in 0..tokens {
-                for r in 0..rows {
-                    assert_eq!(got[t * rows + r], want[r * cols + first * tokens + t], "{tokens} {r}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn golden_norms_and_situ() {
-    for gpu in [gpu(true), gpu(false)] {
-        for folder in FOLDERS {
-            let g = Golden::open(folder);
-            let h = g.shape("rmsnorm.x")[1];
-            let out = room(gpu, 4, h);
-            let (x, w) = (tensor(gpu, 4, &g.f32("rmsnorm.x")), tensor(gpu, 1, &g.f32("rmsnorm.w")));
-            let got = run(gpu, &out, |r| r.rmsnorm(&x, &w, g.f32("rmsnorm.eps")[0], &out));
-            within("rmsnorm", &got, &g.f64("rmsnorm.y"), 1e-5);
-
-            let x = tensor(gpu, 3, &g.f32("l2norm.x"));
-            let out = room(gpu, 3, x.cols);
-            let got = run(gpu, &out, |r| r.l2norm(&x, 1e-6, 1.0, &out));
-            within("l2norm", &got, &g.f64("l2norm.y"), 1e-5);
-
-            let (gate, up) = (tensor(gpu, 1, &g.f32("situ.gate")), tensor(gpu, 1, &g.f32("situ.up")));
-            let out = room(gpu, 1, 64);
-            let (beta, linear) = (g.f32("situ.beta")[0], g.f32("situ.linear_beta")[0]);
-            let got = run(gpu, &out, |r| r.situ_glu(&gate, &up, beta, linear, &out));
-            within("situ", &got, &g.f64("situ.y"), 3e-5);
-        }
-    }
-}
-
-#[test]
-fn golden_conv_in_two_passes() {
-    let gpu = gpu(true);
-    for folder in FOLDERS {
-        let g = Golden::open(folder);
-        let p = g.shape("conv.x")[1];
-        let w = tensor(gpu, p, &g.f32("conv.w"));
-        let x = g.f32("conv.x");
-        let before = tensor(gpu, 3, &g.f32("conv.state_in"));
-        let (mid, after) = (room(gpu, 3, p), room(gpu, 3, p));
-        let (y5, y1) = (room(gpu, 5, p), room(gpu, 1, p));
-        let (u5, u1) = (tensor(gpu, 5, &x[..5 * p]), tensor(gpu, 1, &x[5 * p..]));
-        let mut got = run(gpu, &y5, |r| {
-            r.short_conv(&u5, &before, &w, &y5, &mid)?;
-            r.short_conv(&u1, &mid, &w, &y1, &after)
-        });
-        got.extend(gpu.download(&y1).expect("y"));
-        within("conv", &got, &g.f64("conv.y"), 3e-5);
-        same_bits("conv state", &gpu.download(&mid).expect("mid"), &g.f32("conv.state_mid"));
-        same_bits("conv state", &gpu.download(&after).expect("after"), &g.f32("conv.state_out"));
-    }
-}
-
-#[test]
-fn golden_kda() {
-    for gpu in [gpu(true), gpu(false)] {
-        for folder in FOLDERS {
-            let g = Golden::open(folder);
-            let shape = g.shape("kda.q").to_vec();
-            let (t, n, d) = (shape[0], shape[1], shape[2]);
-            let at = |name: &str| tensor(gpu, t, &g.f32(&format!("kda.{name}")));
-            let [q, k, v, z, logit] = ["q", "k", "v", "z", "beta_logit"].map(at);
-            let heads_of = |x: &GpuTensor| x.reshape(t * n, d).expect("heads");
-            let [qn, kn, decay, o] = [(); 4].map(|()| room(gpu, t, n * d));
-            let beta = room(gpu, t, n);
-            let s_in = tensor(gpu, n, &g.f32("kda.S_in"));
-            let s_out = room(gpu, n, d * d);
-            let a_log = tensor(gpu, 1, &g.f32("kda.A_log"));
-            let dt_bias = tensor(gpu, 1, &g.f32("kda.dt_bias"));
-            let gate = KdaGate {
-                z: &z,
-                a_log: &a_log,
-                dt_bias: &dt_bias,
-                beta_logit: &logit,
-                lower_bound: g.f32("kda.lower_bound")[0],
-            };
-            let got = run(gpu, &o, |r| {
-                r.l2norm(&heads_of(&q), 1e-6, 1.0 / (d as f32).sqrt(), &heads_of(&qn))?;
-                r.l2norm(&heads_of(&k), 1e-6, 1.0, &heads_of(&kn))?;
-                r.kda_gate(&gate, &decay, &beta)?;
-                let step = KdaStep {
-                    heads: n,
-                    q: &qn,
-                    k: &kn,
-                    v: &v,
-                    decay: Decay::Log(&decay),
-                    beta: &beta,
-                    s_in: &s_in,
-                };
-                r.kda_step(&step, &s_out, &o)
-            });
-            within("kda o", &got, &g.f64("kda.o"), 3e-5);
-            within("kda g", &gpu.download(&decay).expect("g"), &g.f64("kda.g"), 3e-5);
-            within("kda S", &gpu.download(&s_out).expect("S"), &g.f64("kda.S_out"), 3e-5);
-            same_bits("S_in is left", &gpu.download(&s_in).expect("S"), &g.f32("kda.S_in"));
-        }
-    }
-}
-
-#[test]
-fn golden_residual_mix() {
-    let gpu = gpu(true);
-    for folder in FOLDERS {
-        let g = Golden::open(folder);
-        let h = g.shape("attn_res.sources")[2];
-        let sources = g.f32("attn_res.sources");
-        let slots = GpuSlots::new(gpu, 4, 3, h, "sources").expect("slots");
-        let folded: Vec<f32> =
-            g.f32("attn_res.norm_w").iter().zip(g.f32("attn_res.proj_w")).map(|(a, b)| a * b).collect();
-        let w = tensor(gpu, 1, &folded);
-        for n in [1, 2, 4] {
-            for (i, s) in sources.chunks_exact(3 * h).take(n).enumerate() {
-                slots.slot(i).expect("slot").write(gpu, s).expect("write");
-            }
-            let (out, probs) = (room(gpu, 3, h), room(gpu, 3, n));
-            let eps = g.f32("attn_res.eps")[0];
-            let got = run(gpu, &out, |r| r.residual_mix(&slots, n, &w, eps, &out, &probs));
-            within("mix", &got, &g.f64(&format!("attn_res.out{n}")), 3e-5);
-            let shares = gpu.download(&probs).expect("shares");
-            within("shares", &shares, &g.f64(&format!("attn_res.probs{n}")), 3e-5);
-        }
-    }
-}
-
 // ---- bits ------------------------------------------------------------------------------------------------------------
-
-type Weights = (&'static str, fn(u64, usize, usize) -> Stored);
-const FORMATS: [Weights; 3] = [
-    ("f32", |s, r, c| Stored::f32(&noise(s, r * c))),
-    ("bf16", |s, r, c| Stored::bf16(&noise(s, r * c))),
-    ("mxfp4", Stored::mxfp4),
-];
 
 #[test]
 fn products_are_their_mirrors_bit_for_bit() {
@@ -550,144 +292,6 @@ fn residual_products_add_to_what_is_there() {
     }
 }
 
-// ---- attention -------------------------------------------------------------------------------------------------------
-
-struct Mla {
-    shape: MlaShape,
-    q: Vec<f32>,
-    kv_b: Stored,
-    c: Vec<f32>,
-    norm: Vec<f32>,
-    gate: Vec<f32>,
-    tokens: usize,
-    position: usize,
-}
-
-impl Mla {
-    fn new(shape: MlaShape, position: usize, tokens: usize) -> Mla {
-        let MlaShape { heads, rank, nope, rope, value } = shape;
-        Mla {
-            shape,
-            q: noise(90, tokens * heads * (nope + rope)),
-            kv_b: Stored::bf16(&noise(91, heads * (nope + value) * rank)),
-            c: noise(92, (position + tokens) * (rank + rope)),
-            norm: noise(93, rank),
-            gate: noise(94, tokens * heads * value),
-            tokens,
-            position,
-        }
-    }
-
-    fn matrix(&self) -> trunkline::checkpoint::format::Matrix<'_> {
-        let MlaShape { heads, rank, nope, value, .. } = self.shape;
-        self.kv_b.matrix(heads * (nope + value), rank)
-    }
-
-    fn on_gpu(&self, gpu: &Gpu, gated: bool) -> Vec<f32> {
-        let MlaShape { heads, nope, value, .. } = self.shape;
-        let keys = self.position + self.tokens;
-        let mut cache = LatentCache::new(gpu, self.shape).expect("cache");
-        cache.reserve(gpu, keys).expect("room");
-        let width = self.shape.rank + self.shape.rope;
-        let kv_b = GpuMatrix::upload(gpu, &self.matrix(), nope + value, "kv_b").expect("kv_b");
-        let q = tensor(gpu, self.tokens, &self.q);
-        let (norm, gate) = (tensor(gpu, 1, &self.norm), tensor(gpu, self.tokens, &self.gate));
-        let scratch = AttendScratch::new(gpu, self.shape, &cache, self.tokens, keys).expect("scratch");
-        let out = room(gpu, self.tokens, heads * value);
-        run(gpu, &out, |r| {
-            // The past in passes of 700, as a prefill would append it.
-            for (i, part) in self.c.chunks(700 * width).enumerate() {
-                r.cache_append(&cache, &tensor(gpu, part.len() / width, part), &norm, 1e-6, 700 * i)?;
-            }
-            let a = MlaAttend {
-                q: &q,
-                kv_b: &kv_b,
-                cache: &cache,
-                position: self.position,
-                gate: gated.then_some(&gate),
-                scale: self.scale() as f32,
-            };
-            r.mla_attend(&a, &scratch, &out)
-        })
-    }
-
-    fn scale(&self) -> f64 {
-        f64::from(1.0 / ((self.shape.nope + self.shape.rope) as f32).sqrt())
-    }
-
-    fn reference(&self, gated: bool) -> Vec<f64> {
-        let MlaShape { heads, rank, nope, rope, value } = self.shape;
-        let rows = || self.c.chunks_exact(rank + rope);
-        let raw: Vec<f64> = rows().flat_map(|r| widen(&r[..rank])).collect();
-        let latent: Vec<f32> =
-            plain::rmsnorm(&raw, &self.norm, f64::from(1e-6f32)).iter().map(|v| *v as f32).collect();
-        let k_rope: Vec<f32> = rows().flat_map(|r| r[rank..].to_vec()).collect();
-        let mut o = plain::Attention {
-            dims: (heads, rank, nope, rope, value),
-            q: &self.q,
-            kv_b: &plain::widen_matrix(&self.matrix()),
-            latent: &latent,
-            k_rope: &k_rope,
-            position: self.position,
-            scale: self.scale(),
-        }
-        .run();
-        if gated {
-            o.iter_mut().zip(&self.gate).for_each(|(o, g)| *o *= plain::sigmoid(f64::from(*g)));
-        }
-        o
-    }
-}
-
-const TOY: MlaShape = MlaShape { heads: 6, rank: 24, nope: 16, rope: 8, value: 16 };
-
-#[test]
-fn attention_over_splits_and_lengths() {
-    // One key; inside a tile; on either side of a split; several splits, of which early tokens do not see the last.
-    for (position, tokens) in [(0, 1), (0, 7), (127, 2), (250, 20), (511, 1), (700, 3)] {
-        let m = Mla::new(TOY, position, tokens);
-        for gated in [false, true] {
-            let what = format!("attention at {position} of {tokens}, gate {gated}");
-            within(&what, &m.on_gpu(gpu(true), gated), &m.reference(gated), 3e-5);
-        }
-    }
-    let wide = MlaShape { heads: 5, rank: 512, nope: 128, rope: 64, value: 128 };
-    let m = Mla::new(wide, 40, 2);
-    within("release widths", &m.on_gpu(gpu(false), true), &m.reference(true), 3e-5);
-    let odd = MlaShape { heads: 3, rank: 37, nope: 11, rope: 5, value: 13 };
-    let m = Mla::new(odd, 300, 4);
-    within("odd widths", &m.on_gpu(gpu(true), true), &m.reference(true), 3e-5);
-}
-
-/// With narrow bindings the cache has several chunks, the partial results take turns, and the bits stay.
-#[test]
-fn attention_with_narrow_bindings_gives_the_same_bits() {
-    let shape = MlaShape { heads: 8, rank: 250, nope: 24, rope: 8, value: 24 };
-    let m = Mla::new(shape, 1500, 40);
-    let narrow = narrow();
-    let mut cache = LatentCache::new(&narrow, shape).expect("cache");
-    cache.reserve(&narrow, 1540).expect("room");
-    assert!(cache.chunks().len() > 1);
-    same_bits("narrow", &m.on_gpu(&narrow, true), &m.on_gpu(gpu(false), true));
-}
-
-/// C19: scores of ±1e30 neither overflow nor hide a key; a NaN in the cache comes out as one.
-#[test]
-fn c19_extreme_scores_and_nan() {
-    let gpu = gpu(true);
-    let mut m = Mla::new(TOY, 20, 2);
-    for (i, q) in m.q.iter_mut().enumerate() {
-        *q *= if i % 2 == 0 { 1e30 } else { -1e30 };
-    }
-    let got = m.on_gpu(gpu, false);
-    assert!(got.iter().all(|v| v.is_finite()));
-    within("huge scores", &got, &m.reference(false), 3e-5);
-    let mut m = Mla::new(TOY, 20, 1);
-    m.c[5 * (24 + 8) + 24] = f32::NAN;
-    let got = m.on_gpu(gpu, false);
-    assert!(got.iter().all(|v| v.is_nan()), "a NaN key is seen by every head");
-}
-
 // ---- values that are not finite, ties --------------------------------------------------------------------------------
 
 #[test]
@@ -841,4 +445,23 @@ fn uploads_of_every_size_arrive() {
     same_bits("last padded row", &got[..cols], &want);
     let e = w.fill(gpu, &stored.matrix(rows, cols).row_range(0, 4098)).expect_err("another shape");
     assert_eq!((e.kind(), e.place().tensor.as_deref()), (Kind::Refused, Some("padded")));
+}
+
+#[test]
+fn copies_and_clears() {
+    let gpu = gpu(true);
+    let slots = GpuSlots::new(gpu, 3, 2, 33, "slots").expect("slots");
+    let (a, b) = (slots.slot(0).expect("slot"), slots.slot(2).expect("slot"));
+    let x = noise(140, 66);
+    let xt = tensor(gpu, 2, &x);
+    let got = run(gpu, &b, |r| {
+        assert!(r.copy(&a, &b).is_err(), "one buffer");
+        assert!(r.copy(&tensor(gpu, 1, &[0.0; 67]), &b).is_err(), "too long");
+        r.clear(&a);
+        r.copy(&xt, &b)
+    });
+    same_bits("copied", &got, &x);
+    assert_eq!(gpu.download(&a).expect("a"), [0.0; 66]);
+    // The slot between was touched by neither.
+    assert!(gpu.download(&slots.slot(1).expect("slot")).expect("b").iter().all(|v| v.is_nan()));
 }

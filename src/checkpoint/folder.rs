@@ -18,6 +18,7 @@ pub struct SmallFile {
 enum Contents {
     Mapped(Mmap),
     Static(&'static [u8]),
+    Owned(Vec<u8>),
     Empty,
 }
 
@@ -27,8 +28,14 @@ impl SmallFile {
         match &self.contents {
             Contents::Mapped(m) => m,
             Contents::Static(b) => b,
+            Contents::Owned(b) => b,
             Contents::Empty => &[],
         }
+    }
+
+    /// A file made in memory.
+    pub fn owned(path: PathBuf, bytes: Vec<u8>) -> SmallFile {
+        SmallFile { path, contents: Contents::Owned(bytes) }
     }
 
     /// A file that lies in the program.

@@ -221,13 +221,13 @@ impl Checkpoint {
         let mut at = 0;
         for (i, part) in EXPERT_PARTS.iter().enumerate() {
             let n = expert_part_bytes(&self.config, *part);
-            if part.is_scale() {
-                if let Some(bad) = buf[at..at + n].iter().position(|b| *b == 0xff) {
-                    return Err(Error::run("an MXFP4 scale byte is 0xFF, which has no value")
-                        .file(&self.shards[usize::from(r.shard[i])].path)
-                        .tensor(name(i))
-                        .range(r.offset[i] + bad as u64, 1));
-                }
+            if part.is_scale()
+                && let Some(bad) = buf[at..at + n].iter().position(|b| *b == 0xff)
+            {
+                return Err(Error::run("an MXFP4 scale byte is 0xFF, which has no value")
+                    .file(&self.shards[usize::from(r.shard[i])].path)
+                    .tensor(name(i))
+                    .range(r.offset[i] + bad as u64, 1));
             }
             at += n;
         }

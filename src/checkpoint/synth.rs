@@ -220,10 +220,10 @@ impl Drop for Files<'_> {
                 log::warn!("cannot remove {}: {e}", path.display());
             }
         }
-        if self.made_dir {
-            if let Err(e) = std::fs::remove_dir(self.dir) {
-                log::warn!("cannot remove {}: {e}", self.dir.display());
-            }
+        if self.made_dir
+            && let Err(e) = std::fs::remove_dir(self.dir)
+        {
+            log::warn!("cannot remove {}: {e}", self.dir.display());
         }
     }
 }

@@ -210,14 +210,14 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
         Some(n) => n,
         None => least.max(DEFAULT_CONTEXT).min(checkpoint.config().max_position_embeddings),
     };
-    if let Some(ids) = &given {
-        if ids.len() > context {
-            return Err(Error::usage(format!(
-                "the prompt's {} tokens do not fit a context of {context}",
-                ids.len()
-            ))
-            .hint("raise --context"));
-        }
+    if let Some(ids) = &given
+        && ids.len() > context
+    {
+        return Err(Error::usage(format!(
+            "the prompt's {} tokens do not fit a context of {context}",
+            ids.len()
+        ))
+        .hint("raise --context"));
     }
     let stop_ids = match f.ignore_eos {
         true => f.stop_id.clone(),

@@ -3,6 +3,7 @@
 use super::{Global, ModelFlags, RunFlags, device};
 use crate::checkpoint::demo;
 use crate::checkpoint::shards::Checkpoint;
+pub use crate::checkpoint::verify::tokenizer;
 use crate::error::{Error, Result};
 use crate::memory::machine;
 use crate::model::{Model, Options};
@@ -38,20 +39,6 @@ pub fn checkpoint(flags: &ModelFlags, progress: &Progress) -> Result<Arc<Checkpo
     }
     progress.phase("opening");
     Ok(Arc::new(Checkpoint::open(&flags.model)?))
-}
-
-/// The checkpoint's tokenizer, if it has one.
-pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Option<Tokenizer>> {
-    let files = checkpoint.tokenizer_files()?;
-    let vocab = checkpoint.config().vocab_size;
-    if let Some(ranks) = &files.tiktoken_model {
-        let config = files.tokenizer_config.as_ref().map(|c| (c.bytes(), c.path.as_path()));
-        return Tokenizer::from_bytes(ranks.bytes(), &ranks.path, config, vocab).map(Some);
-    }
-    match &files.tokenizer_json {
-        Some(json) => Tokenizer::from_json(json.bytes(), &json.path, vocab).map(Some),
-        None => Ok(None),
-    }
 }
 
 /// What is missing for text to become ids.

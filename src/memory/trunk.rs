@@ -241,10 +241,10 @@ impl Trunk {
             }
         };
         let n = self.resident.len();
-        if let Some(next) = (1..=n).map(|d| (i + d) % n).find(|j| self.resident[*j].is_none()) {
-            if next != i {
-                self.start(next);
-            }
+        if let Some(next) = (1..=n).map(|d| (i + d) % n).find(|j| self.resident[*j].is_none())
+            && next != i
+        {
+            self.start(next);
         }
         Ok(Arc::new(slab))
     }

@@ -1,7 +1,7 @@
 //! One pass: T tokens through every layer, each on its device.
 
 use super::gpu::{GpuSide, ResidentExperts};
-use super::layer::{Buffers, DeviceState, Experts, Pass};
+use super::layer::{Buffers, DeviceState, Experts, Pass, UseExpert};
 use super::state::{AnyState, LayerState, State};
 use super::weights::{Expert, Layer};
 use super::{Model, Observer, Point, transfer};
@@ -9,7 +9,7 @@ use crate::checkpoint::config::Config;
 use crate::checkpoint::names;
 use crate::compute::backend::{Backend, Section};
 use crate::compute::cpu::vector;
-use crate::compute::device::{Cpu, Tensor, Weight};
+use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
 use crate::error::{Error, Kind, Result};
 use crate::report::trace::{Details, Track, begin};
@@ -79,7 +79,7 @@ impl<'c> Experts<&'c Cpu> for HostExperts<'_> {
         layer: usize,
         experts: &[u32],
         pass: u64,
-        f: &mut dyn FnMut(&mut &'c Cpu, u32, &Expert<Weight>) -> Result<()>,
+        f: &mut UseExpert<'_, &'c Cpu>,
     ) -> Result<()> {
         let model = self.0;
         model.experts.for_each(layer, experts, pass, |e, slab| {
@@ -159,7 +159,7 @@ impl<'g> Experts<GpuBackend<'g>> for Counted<'_> {
         layer: usize,
         experts: &[u32],
         pass: u64,
-        f: &mut dyn FnMut(&mut GpuBackend<'g>, u32, &Expert<crate::compute::gpu::GpuMatrix>) -> Result<()>,
+        f: &mut UseExpert<'_, GpuBackend<'g>>,
     ) -> Result<()> {
         self.model.check_cancelled()?;
         let (c, n) = (&self.model.counters, experts.len() as u64);
@@ -244,7 +244,7 @@ impl Model {
         }
         let run = Run { model: self, number: self.next_pass(), pos: state.len(), seen };
         self.cpu.run(|| self.pass(run, state, s, ids, want))?;
-        state.commit(ids.len());
+        state.commit(ids.len())?;
         Ok(&s.logits)
     }
 
@@ -390,7 +390,7 @@ impl Model {
             }
             _ => return Err(Error::run("the state is of another model")),
         };
-        state.commit(x.rows());
+        state.commit(x.rows())?;
         Ok(out)
     }
 
@@ -425,7 +425,7 @@ impl<B: Backend> Experts<B> for NoExperts {
         layer: usize,
         _experts: &[u32],
         _pass: u64,
-        _f: &mut dyn FnMut(&mut B, u32, &Expert<B::Weight>) -> Result<()>,
+        _f: &mut UseExpert<'_, B>,
     ) -> Result<()> {
         Err(Error::run("the output head has no experts").layer(layer))
     }

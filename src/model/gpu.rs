@@ -1,6 +1,6 @@
 //! The layers that live on the GPU.
 
-use super::layer::Experts;
+use super::layer::{Experts, UseExpert};
 use super::transfer;
 use super::weights::{Expert, Head, Layer};
 use super::{Model, Observer};
@@ -40,7 +40,7 @@ impl<'g> Experts<GpuBackend<'g>> for ResidentExperts<'_> {
         layer: usize,
         experts: &[u32],
         _pass: u64,
-        f: &mut dyn FnMut(&mut GpuBackend<'g>, u32, &Expert<GpuMatrix>) -> Result<()>,
+        f: &mut UseExpert<'_, GpuBackend<'g>>,
     ) -> Result<()> {
         for e in experts {
             let expert =

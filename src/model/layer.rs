@@ -65,6 +65,9 @@ pub type DeviceLayer<B> = Layer<<B as Backend>::Weight, <B as Backend>::Tensor>;
 /// State of a layer on a device.
 pub type DeviceState<B> = LayerState<<B as Backend>::Tensor, <B as Backend>::Cache>;
 
+/// What is done with an expert at hand: the device, its number, its weights.
+pub type UseExpert<'f, B> = dyn FnMut(&mut B, u32, &Expert<<B as Backend>::Weight>) -> Result<()> + 'f;
+
 /// Where a device gets routed experts from.
 pub trait Experts<B: Backend> {
     /// Calls `f` once for each of the distinct `experts` of `layer`, in any order, as they are at hand. `pass` numbers
@@ -75,7 +78,7 @@ pub trait Experts<B: Backend> {
         layer: usize,
         experts: &[u32],
         pass: u64,
-        f: &mut dyn FnMut(&mut B, u32, &Expert<B::Weight>) -> Result<()>,
+        f: &mut UseExpert<'_, B>,
     ) -> Result<()>;
 }
 

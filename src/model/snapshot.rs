@@ -5,7 +5,6 @@ use super::state::{AnyState, LayerState, State};
 use crate::compute::backend::{Backend, Section};
 use crate::compute::device::Tensor;
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuWork};
-use crate::compute::gpu::{Gpu, LatentCache};
 use crate::error::{Error, Result};
 use std::borrow::Cow;
 
@@ -15,34 +14,6 @@ pub type Named<'a> = (String, Cow<'a, Tensor>);
 /// The first `rows` rows of `t`.
 fn first_rows(t: &Tensor, rows: usize) -> Tensor {
     Tensor::from_vec(rows, t.cols(), t.host()[..rows * t.cols()].to_vec())
-}
-
-/// Rows `0..len` of a cache on the GPU: latents and shared keys.
-fn cache_rows(gpu: &Gpu, cache: &LatentCache, len: usize) -> Result<(Tensor, Tensor)> {
-    let shape = cache.shape();
-    let (mut latent, mut rope) = (Vec::new(), Vec::new());
-    for (i, (l, r)) in cache.chunks().iter().enumerate() {
-        let rows = len.saturating_sub(i * cache.chunk_keys()).min(cache.chunk_keys());
-        if rows > 0 {
-            latent.extend(gpu.download(&l.first_rows(rows)?)?);
-            rope.extend(gpu.download(&r.first_rows(rows)?)?);
-        }
-    }
-    Ok((Tensor::from_vec(len, shape.rank, latent), Tensor::from_vec(len, shape.rope, rope)))
-}
-
-/// Writes rows `0..len` of a cache on the GPU.
-fn set_cache_rows(gpu: &Gpu, cache: &LatentCache, latent: &Tensor, rope: &Tensor) -> Result<()> {
-    for (i, (l, r)) in cache.chunks().iter().enumerate() {
-        let from = i * cache.chunk_keys();
-        let rows = latent.rows().saturating_sub(from).min(cache.chunk_keys());
-        if rows > 0 {
-            let cut = |t: &'_ Tensor| from * t.cols()..(from + rows) * t.cols();
-            l.first_rows(rows)?.write(gpu, &latent.host()[cut(latent)])?;
-            r.first_rows(rows)?.write(gpu, &rope.host()[cut(rope)])?;
-        }
-    }
-    Ok(())
 }
 
 impl Model {
@@ -77,9 +48,11 @@ impl Model {
                             out.push((name("s"), take(&now.s)?));
                         }
                         LayerState::Mla(cache) => {
-                            let (latent, rope) = cache_rows(gpu, cache, state.len)?;
-                            out.push((name("latent"), Cow::Owned(latent)));
-                            out.push((name("rope"), Cow::Owned(rope)));
+                            let (latent, rope) = cache.download(gpu)?;
+                            let (shape, len) = (cache.shape(), state.len);
+                            let tensor = |cols, values| Cow::Owned(Tensor::from_vec(len, cols, values));
+                            out.push((name("latent"), tensor(shape.rank, latent)));
+                            out.push((name("rope"), tensor(shape.rope, rope)));
                         }
                     }
                 }
@@ -128,7 +101,7 @@ impl Model {
                         LayerState::Mla(cache) => {
                             let latent = read(&name("latent"), len, shape.rank)?;
                             let rope = read(&name("rope"), len, shape.rope)?;
-                            set_cache_rows(gpu, cache, &latent, &rope)?;
+                            cache.restore(gpu, latent.host(), rope.host())?;
                         }
                     }
                 }

@@ -6,6 +6,7 @@ use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::LatentCache;
 use crate::compute::gpu::backend::GpuBuf;
 use crate::compute::ops::mla::{MlaCache, Shape};
+use crate::error::Result;
 
 /// State of one KDA layer.
 #[derive(Debug, Clone)]
@@ -98,13 +99,15 @@ impl State {
     }
 
     /// Makes what the step of `tokens` tokens wrote the state.
-    pub(super) fn commit(&mut self, tokens: usize) {
+    pub(super) fn commit(&mut self, tokens: usize) -> Result<()> {
+        self.len += tokens;
         for layer in &mut self.layers {
             match layer {
                 AnyState::Cpu(s) => s.commit(),
+                AnyState::Gpu(LayerState::Mla(cache)) => cache.set_len(self.len)?,
                 AnyState::Gpu(s) => s.commit(),
             }
         }
-        self.len += tokens;
+        Ok(())
     }
 }

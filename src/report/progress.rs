@@ -48,9 +48,9 @@ pub fn human(n: u64) -> String {
 impl Shared {
     fn text(&self, seconds: f64, before: u64) -> (String, u64) {
         let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let bytes = match self.counters.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-            Some(c) => c.nvme_bytes.get() + self.bytes.load(Ordering::Relaxed),
-            None => self.bytes.load(Ordering::Relaxed),
+        let (bytes, what) = match self.counters.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+            Some(c) => (c.nvme_bytes.get(), "read"),
+            None => (self.bytes.load(Ordering::Relaxed), "done"),
         };
         let of = self.of.load(Ordering::Relaxed);
         let layer = match of {
@@ -58,7 +58,7 @@ impl Shared {
             n => format!(", layer {}/{n}", (self.done.load(Ordering::Relaxed) + 1).min(n)),
         };
         let rate = bytes.saturating_sub(before) as f64 / seconds.max(1e-3);
-        (format!("{phase}{layer}, {} read, {}/s", human(bytes), human(rate as u64)), bytes)
+        (format!("{phase}{layer}, {} {what}, {}/s", human(bytes), human(rate as u64)), bytes)
     }
 }
 

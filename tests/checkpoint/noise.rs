@@ -12,8 +12,10 @@ use trunkline::checkpoint::verify::verify;
 use trunkline::model::session::Session;
 use trunkline::model::{Model, Options, Unobserved};
 
-/// Two layers, as small as they come.
-static SMALL: LazyLock<(TinyCheckpoint, Vec<(PathBuf, Vec<u8>)>)> = LazyLock::new(|| {
+/// A checkpoint of two layers, as small as they come, and the contents of its files.
+type Small = (TinyCheckpoint, Vec<(PathBuf, Vec<u8>)>);
+
+static SMALL: LazyLock<Small> = LazyLock::new(|| {
     let c = TinyCheckpoint::with(&SynthOptions {
         layers: Some(2),
         experts: Some(2),

@@ -242,7 +242,7 @@ impl<'g> Backend for GpuBackend<'g> {
         Ok(GpuBuf::of(GpuTensor::from_slice(self.gpu, channels, taps, &values, "convolution taps")?))
     }
     fn cache(&mut self, shape: Shape, capacity: usize) -> Result<LatentCache> {
-        let mut cache = LatentCache::new(self.gpu, mla_shape(shape))?;
+        let mut cache = LatentCache::new(self.gpu, mla_shape(shape), capacity)?;
         cache.reserve(self.gpu, capacity)?;
         Ok(cache)
     }

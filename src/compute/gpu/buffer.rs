@@ -228,6 +228,10 @@ impl Gpu {
             {
                 let mut pool = self.staging.lock();
                 if pool.free.iter().any(|s| s.state.load(Ordering::Acquire) == BROKEN) {
+                    // A device that was lost meanwhile says so itself.
+                    drop(pool);
+                    let _ = self.device.poll(wgpu::PollType::Poll);
+                    self.check()?;
                     return Err(Error::new(Kind::Device, "a staging buffer does not map").device(self.name()));
                 }
                 if let Some(i) = pool.free.iter().position(|s| s.state.load(Ordering::Acquire) == MAPPED) {

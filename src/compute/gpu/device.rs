@@ -203,6 +203,11 @@ impl Gpu {
     pub fn bytes_peak(&self) -> u64 {
         self.account.peak.load(Ordering::Relaxed)
     }
+    /// Whether the subgroup variants of kernels run: asked for, and the adapter has subgroups of at least 4 lanes.
+    pub fn uses_subgroups(&self) -> bool {
+        let has = self.features.contains(wgpu::Features::SUBGROUP) && self.info.subgroup.0 >= 4;
+        self.options.subgroups && has
+    }
     /// Whether passes can be timed.
     pub fn has_timestamps(&self) -> bool {
         self.features.contains(wgpu::Features::TIMESTAMP_QUERY)

@@ -27,6 +27,6 @@ pub use matrix::{Format, GpuMatrix};
 pub use ops::kda::{Decay, KdaGate, KdaStep};
 pub use ops::mla::{AttendScratch, LatentCache, MlaAttend, MlaShape};
 pub use ops::moe::{Route, Routing};
-pub use ops::values::FmaUse;
+pub use ops::values::FloatRules;
 pub use recorder::{PassTime, Readback, Recorder, Submission};
 pub use table::{ops_table, self_test};

@@ -330,6 +330,9 @@ impl<'g> Recorder<'g> {
         if from.len() > to.len() {
             return Err(Error::run("copy").expected(to.len(), from.len()));
         }
+        if std::sync::Arc::ptr_eq(&from.region.allocation, &to.region.allocation) {
+            return Err(Error::run("copy within one buffer"));
+        }
         self.end_pass();
         let (a, b) = (&from.region, &to.region);
         let bytes = 4 * from.len() as u64;

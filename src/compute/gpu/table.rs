@@ -287,7 +287,7 @@ fn mla_attend(gpu: &Gpu) -> Result<f64> {
     let matrix = stored.matrix(heads * (nope + value), rank);
     let c = noise(52, keys * (rank + rope));
     let w = noise(53, rank);
-    let mut cache = LatentCache::new(gpu, shape)?;
+    let mut cache = LatentCache::new(gpu, shape, keys)?;
     cache.reserve(gpu, keys)?;
     let kv_b = GpuMatrix::upload(gpu, &matrix, nope + value, "kv_b")?;
     let (qt, ct, wt) = (tensor(gpu, tokens, &q)?, tensor(gpu, keys, &c)?, tensor(gpu, 1, &w)?);

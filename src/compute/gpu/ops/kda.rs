@@ -67,6 +67,7 @@ impl Recorder<'_> {
         next: &GpuTensor,
     ) -> Result<()> {
         let (channels, taps) = (w.rows, w.cols);
+        want("short_conv: no taps", false, taps == 0)?;
         want("short_conv: input columns", channels, u.cols)?;
         want("short_conv: output", u.len(), y.len())?;
         want("short_conv: history", (taps - 1) * channels, history.len())?;

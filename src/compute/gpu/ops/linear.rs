@@ -24,11 +24,17 @@ macro_rules! per_format {
 }
 pub(in super::super) use per_format;
 
-fn matvec_kernel(format: Format, vec4: bool) -> &'static Kernel {
-    if vec4 {
-        per_format!("matvec", format, "matmul_params.wgsl", "input_vec4.wgsl", "matvec.wgsl")
-    } else {
-        per_format!("matvec", format, "matmul_params.wgsl", "input_scalar.wgsl", "matvec.wgsl")
+fn matvec_kernel(format: Format, vec4: bool, subgroups: bool) -> &'static Kernel {
+    macro_rules! variant {
+        ($input:literal, $reduce:literal) => {
+            per_format!("matvec", format, "matmul_params.wgsl", $input, "matvec.wgsl", $reduce)
+        };
+    }
+    match (vec4, subgroups) {
+        (true, false) => variant!("input_vec4.wgsl", "reduce_tree.wgsl"),
+        (false, false) => variant!("input_scalar.wgsl", "reduce_tree.wgsl"),
+        (true, true) => variant!("input_vec4.wgsl", "reduce_subgroup.wgsl"),
+        (false, true) => variant!("input_scalar.wgsl", "reduce_subgroup.wgsl"),
     }
 }
 
@@ -86,7 +92,13 @@ impl Recorder<'_> {
                 let [gx, gy] = self.gpu().fold(chunk.rows.div_ceil(rows as usize));
                 let constants = [("ROWS", rows), ("TOKENS", per_group)];
                 let groups = [gx, gy, (tokens as u32).div_ceil(per_group)];
-                self.dispatch(matvec_kernel(w.format, vec4), &constants, &parameters, &bindings, groups)?;
+                self.dispatch(
+                    matvec_kernel(w.format, vec4, self.gpu().uses_subgroups()),
+                    &constants,
+                    &parameters,
+                    &bindings,
+                    groups,
+                )?;
             } else {
                 let [gx, gy] = self.gpu().fold(chunk.rows.div_ceil(64));
                 let groups = [gx, gy, tokens.div_ceil(32) as u32];

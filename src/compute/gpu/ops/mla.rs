@@ -17,7 +17,8 @@ const HEADS_A_GROUP: usize = 4;
 /// Keys of a split while the context has at most [`MAX_SPLITS`] of them; then it doubles.
 const SPLIT_KEYS: usize = 256;
 const MAX_SPLITS: usize = 64;
-/// Keys of a cache chunk at most (less where the binding limit is lower).
+/// Keys of a cache chunk at most (fewer for a short context or a low binding limit). It is no less than any split of a
+/// context of 2^20, so that the splits, and with them the bits, do not depend on the chunks.
 const CHUNK_KEYS: usize = 16 << 10;
 
 /// Dimensions of an MLA layer.
@@ -46,11 +47,11 @@ pub struct LatentCache {
 }
 
 impl LatentCache {
-    /// An empty cache.
+    /// An empty cache, in chunks fit for `context` positions; it may grow past them.
     ///
     /// # Errors
     /// `Machine` when one split of keys exceeds the binding limit, `Run` on dimensions beyond the kernel's.
-    pub fn new(gpu: &Gpu, shape: MlaShape) -> Result<LatentCache> {
+    pub fn new(gpu: &Gpu, shape: MlaShape, context: usize) -> Result<LatentCache> {
         at_most("kv_lora_rank", MAX_RANK, shape.rank)?;
         at_most("qk_rope_head_dim", MAX_ROPE, shape.rope)?;
         let widest = shape.rank.max(shape.rope).max(1);
@@ -59,7 +60,8 @@ impl LatentCache {
             return Err(Error::machine("the adapter's binding limit is too low for the latent cache")
                 .expected(format_args!("at least {}", 4 * widest * SPLIT_KEYS), gpu.binding_limit()));
         }
-        let chunk_keys = CHUNK_KEYS.min(1 << fit.ilog2());
+        let planned = context.next_power_of_two().clamp(SPLIT_KEYS, CHUNK_KEYS);
+        let chunk_keys = planned.min(1 << fit.ilog2());
         Ok(LatentCache { shape, chunk_keys, chunks: Vec::new(), len: 0 })
     }
 
@@ -105,14 +107,44 @@ impl LatentCache {
         Ok(())
     }
 
-    /// The tensors of each chunk, latent `[keys, R]` and rope `[keys, rope]`, for saving and loading a session.
-    pub fn chunks(&self) -> &[(GpuTensor, GpuTensor)] {
-        &self.chunks
+    /// Buffers the positions are split over, of each kind.
+    pub fn chunk_count(&self) -> usize {
+        self.chunks.len()
     }
 
-    /// Keys a chunk holds.
-    pub fn chunk_keys(&self) -> usize {
-        self.chunk_keys
+    /// The latents `[len, R]` and rope keys `[len, rope]` held, for saving a session.
+    ///
+    /// # Errors
+    /// `Device` when the device fails.
+    pub fn download(&self, gpu: &Gpu) -> Result<(Vec<f32>, Vec<f32>)> {
+        let (mut latents, mut ropes) = (Vec::new(), Vec::new());
+        for (i, (latent, rope)) in self.chunks.iter().enumerate() {
+            let held = self.len.saturating_sub(i * self.chunk_keys).min(self.chunk_keys);
+            if held > 0 {
+                latents.extend(gpu.download(&latent.first_rows(held)?)?);
+                ropes.extend(gpu.download(&rope.first_rows(held)?)?);
+            }
+        }
+        Ok((latents, ropes))
+    }
+
+    /// Holds these latents `[len, R]` and rope keys `[len, rope]` instead of what was held.
+    ///
+    /// # Errors
+    /// `Run` when they are of different lengths; as for any allocation.
+    pub fn restore(&mut self, gpu: &Gpu, latents: &[f32], ropes: &[f32]) -> Result<()> {
+        let MlaShape { rank, rope, .. } = self.shape;
+        let keys = latents.len() / rank.max(1);
+        want("restored latents", keys * rank, latents.len())?;
+        want("restored rope keys", keys * rope, ropes.len())?;
+        self.reserve(gpu, keys)?;
+        let parts = latents.chunks(self.chunk_keys * rank).zip(ropes.chunks(self.chunk_keys * rope));
+        for ((latent, rope), (l, r)) in self.chunks.iter().zip(parts) {
+            gpu.write(&latent.region, bytemuck::cast_slice(l))?;
+            gpu.write(&rope.region, bytemuck::cast_slice(r))?;
+        }
+        self.len = keys;
+        Ok(())
     }
 
     /// Keys of a split for a context of `keys`: a power of two that divides a chunk.
@@ -361,4 +393,29 @@ fn whole_heads(first_row: usize, rows: usize, head_rows: usize) -> Result<(usize
     want("kv_b: rows of a split head", 0, first_row % head_rows)?;
     want("kv_b: rows of a split head", 0, rows % head_rows)?;
     Ok((first_row / head_rows, rows / head_rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::device::GpuOptions;
+    use super::*;
+
+    /// C19: a row whose every split is masked gives zeros, and one visible split decides alone whatever the masked ones hold.
+    #[test]
+    fn all_masked_rows_give_zeros() {
+        let gpu = Gpu::open(GpuOptions { allow_software: true, ..Default::default() })
+            .unwrap_or_else(|e| panic!("{e}; apt-get install -y libvulkan1 mesa-vulkan-drivers"));
+        let masked = [-1e38, 0.0, 0.0, 0.0];
+        let seen = [-1e30, 2.0, 6.0, -8.0];
+        let rows: Vec<f32> = [masked, masked, masked, seen].concat();
+        let partial = GpuTensor::from_slice(&gpu, 2, 8, &rows, "partial").expect("partial");
+        let out = GpuTensor::new(&gpu, 2, 2, "out").expect("out");
+        let mut rec = gpu.record("combine");
+        let bindings = [(1, &partial.region), (2, &out.region)];
+        let kernel = kernel!("mla_combine": "mla_combine.wgsl");
+        rec.dispatch(kernel, &[], &[2, 2, 2, 0], &bindings, [2, 1, 1]).expect("recorded");
+        let read = rec.read(&out).expect("read");
+        rec.submit().expect("submitted");
+        assert_eq!(read.values(&gpu).expect("values"), [0.0, 0.0, 3.0, -4.0]);
+    }
 }

@@ -124,30 +124,33 @@ impl Gpu {
         GpuTensor::from_words(self, 1, n, &vec![u32::MAX; n], "finite flags")
     }
 
-    /// Whether this device rounds once in `fma`, and whether it contracts `a*b+c` by itself. CPU mirrors of kernels must
-    /// do as the device does.
+    /// How this device rounds: CPU mirrors of kernels must do as the device does.
     ///
     /// # Errors
     /// `Device` when the device fails.
-    pub fn probe_fma(&self) -> Result<FmaUse> {
+    pub fn probe_fma(&self) -> Result<FloatRules> {
         let e = f32::EPSILON * 2048.0;
-        let x = GpuTensor::from_slice(self, 1, 2, &[1.0 + e, 1.0 + 2.0 * e], "fma operands")?;
-        let out = GpuTensor::new(self, 1, 2, "fma results")?;
-        let mut rec = self.record("probe fma");
+        let operands = [1.0 + e, 1.0 + 2.0 * e, f32::MIN_POSITIVE, 0.5];
+        let x = GpuTensor::from_slice(self, 1, 4, &operands, "probe operands")?;
+        let out = GpuTensor::new(self, 1, 3, "probe results")?;
+        let mut rec = self.record("probe floats");
         let bindings = [(1, &x.region), (2, &out.region)];
         rec.dispatch(kernel!("probe_fma": "probe_fma.wgsl"), &[], &[], &bindings, [1, 1, 1])?;
         let read = rec.read(&out)?;
         rec.submit()?;
-        let got = read.values(self)?;
-        Ok(FmaUse { fused: got.first() != Some(&0.0), contracts: got.get(1) != Some(&0.0) })
+        let got = read.words(self)?;
+        let is_zero = |i: usize| got.get(i) == Some(&0);
+        Ok(FloatRules { fused: !is_zero(0), contracts: !is_zero(1), keeps_subnormals: !is_zero(2) })
     }
 }
 
 /// What [`Gpu::probe_fma`] found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FmaUse {
+pub struct FloatRules {
     /// `fma` rounds once.
     pub fused: bool,
     /// `a*b+c` is computed as `fma`.
     pub contracts: bool,
+    /// A product below 2^-126 is not flushed to zero.
+    pub keeps_subnormals: bool,
 }
