@@ -36,6 +36,7 @@ fn open(set: &str, gpu: Option<GpuPlan>) -> Result<Arc<Model>, trunkline::Error>
             io_depth: 2,
             cancel: Arc::default(),
             gpu,
+            trace: None,
         },
     )?;
     model.load(&mut Unobserved)?;

@@ -83,6 +83,9 @@ struct RunFlags {
     /// Reads in flight
     #[arg(long, value_name = "N", default_value = "8", value_parser = positive)]
     io_depth: usize,
+    /// Writes a timeline for Perfetto or Chrome: layers, CPU operations, reads, uploads and GPU passes
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 /// A whole number of at least 1.

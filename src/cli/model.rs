@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::machine;
 use crate::model::{Model, Options};
 use crate::report::progress::{Progress, human};
+use crate::report::trace::Trace;
 use crate::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -74,16 +75,27 @@ pub fn stop_ids(checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> Resul
     Ok(ids)
 }
 
-/// Plans and opens the model for `context` positions; prints the plan, then reads what stays in memory.
+/// What a model is opened for.
+pub struct Purpose {
+    /// Positions to plan for.
+    pub context: usize,
+    /// Whether the logits of every position are wanted.
+    pub all_logits: bool,
+    /// Set when the user wants to stop.
+    pub cancel: Arc<AtomicBool>,
+    /// Where the run is recorded, if it is.
+    pub trace: Option<Arc<Trace>>,
+}
+
+/// Plans and opens the model; prints the plan, then reads what stays in memory.
 pub fn open(
     checkpoint: Arc<Checkpoint>,
     flags: &RunFlags,
     global: &Global,
-    context: usize,
-    all_logits: bool,
-    cancel: Arc<AtomicBool>,
+    purpose: Purpose,
     progress: &Progress,
 ) -> Result<Arc<Model>> {
+    let Purpose { context, all_logits, cancel, trace } = purpose;
     if context > checkpoint.config().max_position_embeddings {
         return Err(Error::usage(format!(
             "a context of {context} is more than the model's {}",
@@ -111,6 +123,7 @@ pub fn open(
             io_depth: flags.io_depth,
             cancel,
             gpu,
+            trace,
         },
     )?;
     let p = model.placement();

@@ -1,4 +1,5 @@
-//! What the user is told: progress, counters, timings.
+//! What the user is told: progress, counters, timings, traces.
 
 pub mod counters;
 pub mod progress;
+pub mod trace;

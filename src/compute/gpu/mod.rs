@@ -18,6 +18,7 @@ pub mod pipelines;
 pub mod recorder;
 pub mod reference;
 pub mod table;
+pub mod timeline;
 
 pub use adapter::{AdapterEntry, AdapterKind, Vram};
 pub use buffer::{GpuSlots, GpuTensor};
