@@ -1,4 +1,5 @@
 //! What the user is told: progress, counters, timings.
 
+pub mod compare;
 pub mod counters;
 pub mod progress;
