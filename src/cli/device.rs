@@ -24,6 +24,13 @@ pub struct DeviceFlags {
     /// Where the layers are computed
     #[arg(long, value_enum, default_value = "auto", value_name = "DEVICE")]
     pub device: Device,
+    #[command(flatten)]
+    pub adapter: AdapterFlags,
+}
+
+/// The flags that choose an adapter.
+#[derive(Args, Clone)]
+pub struct AdapterFlags {
     /// GPU adapter by name or index
     #[arg(long, value_name = "NAME|INDEX")]
     pub adapter: Option<String>,
@@ -47,53 +54,73 @@ pub fn cache_folder() -> Option<PathBuf> {
 /// Opens the GPU that the flags ask for, after its operations have been checked once against the CPU's.
 /// `None` when the CPU is to do everything.
 pub fn open(flags: &DeviceFlags, progress: &Progress) -> Result<Option<GpuPlan>> {
-    let unused = [
-        (flags.adapter.is_some(), "--adapter"),
-        (flags.allow_software, "--allow-software"),
-        (flags.gpu_debug, "--gpu-debug"),
-        (flags.vram.is_some_and(|v| v > 0), "--vram"),
-    ];
     if flags.device == Device::Cpu {
-        return match unused.iter().find(|(given, _)| *given) {
-            Some((_, flag)) => Err(Error::usage(format!("{flag} does nothing under --device cpu"))
+        return match flags.adapter.given() {
+            Some(flag) => Err(Error::usage(format!("{flag} does nothing under --device cpu"))
                 .hint("leave it out, or choose --device auto or gpu")),
             None => Ok(None),
         };
     }
-    if flags.device == Device::Auto && flags.vram == Some(0) {
+    if flags.device == Device::Auto && flags.adapter.vram == Some(0) {
         return Ok(None);
     }
-    progress.phase("opening the GPU");
-    let options = GpuOptions {
-        adapter: flags.adapter.clone(),
-        allow_software: flags.allow_software,
-        gpu_debug: flags.gpu_debug,
-        pipeline_cache: cache_folder(),
-        vram_budget: flags.vram,
-        faults: Faults { lose_after_submits: lose_after()?, ..Faults::default() },
-        ..GpuOptions::default()
-    };
-    let gpu = match Gpu::open(options) {
+    let gpu = match flags.adapter.open(progress) {
         Ok(gpu) => gpu,
         // A named adapter that is not there is a mistake to be told, not to be passed over.
-        Err(e) if flags.device == Device::Auto && flags.adapter.is_none() && e.kind() == Kind::Machine => {
+        Err(e)
+            if flags.device == Device::Auto
+                && flags.adapter.adapter.is_none()
+                && e.kind() == Kind::Machine =>
+        {
             progress.say(&format!("no GPU: {e}; computing on the CPU"));
             return Ok(None);
         }
         Err(e) => return Err(e),
     };
     check_once(&gpu, progress)?;
-    let budget = match (flags.vram, gpu.vram()) {
-        (Some(vram), _) => vram,
-        (None, Some(v)) => v.free - v.free / 10,
-        (None, None) => {
-            return Err(Error::machine("cannot find out how much GPU memory is free")
-                .device(gpu.name())
-                .hint("give --vram SIZE"));
-        }
-    };
-    log::info!("adapter {}, {} of GPU memory", gpu.name(), human(budget));
-    Ok(Some(GpuPlan { gpu, budget, everything: flags.device == Device::Gpu }))
+    flags.adapter.plan(gpu, flags.device == Device::Gpu).map(Some)
+}
+
+impl AdapterFlags {
+    /// The first of these flags that was given and asks for something.
+    pub fn given(&self) -> Option<&'static str> {
+        let asked = [
+            (self.adapter.is_some(), "--adapter"),
+            (self.allow_software, "--allow-software"),
+            (self.gpu_debug, "--gpu-debug"),
+            (self.vram.is_some_and(|v| v > 0), "--vram"),
+        ];
+        asked.iter().find(|(given, _)| *given).map(|(_, flag)| *flag)
+    }
+
+    /// Opens the adapter; its operations are not checked.
+    pub fn open(&self, progress: &Progress) -> Result<Gpu> {
+        progress.phase("opening the GPU");
+        Gpu::open(GpuOptions {
+            adapter: self.adapter.clone(),
+            allow_software: self.allow_software,
+            gpu_debug: self.gpu_debug,
+            pipeline_cache: cache_folder(),
+            vram_budget: self.vram,
+            faults: Faults { lose_after_submits: lose_after()?, ..Faults::default() },
+            ..GpuOptions::default()
+        })
+    }
+
+    /// What is to be done with an opened adapter.
+    pub fn plan(&self, gpu: Gpu, everything: bool) -> Result<GpuPlan> {
+        let budget = match (self.vram, gpu.vram()) {
+            (Some(vram), _) => vram,
+            (None, Some(v)) => v.free - v.free / 10,
+            (None, None) => {
+                return Err(Error::machine("cannot find out how much GPU memory is free")
+                    .device(gpu.name())
+                    .hint("give --vram SIZE"));
+            }
+        };
+        log::info!("adapter {}, {} of GPU memory", gpu.name(), human(budget));
+        Ok(GpuPlan { gpu, budget, everything })
+    }
 }
 
 /// `TRUNKLINE_LOSE_GPU_AFTER=N` loses the device on purpose after N submissions: how the tests see what a run does then.

@@ -85,7 +85,7 @@ fn measured(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()>
     if ids.len() < 2 {
         return Err(Error::usage("eval needs at least 2 tokens").expected("2 or more", ids.len()));
     }
-    let context = f.run.context.unwrap_or(ids.len());
+    let context = f.run.machine.context.unwrap_or(ids.len());
     if ids.len() > context {
         return Err(Error::usage(format!(
             "the text's {} tokens do not fit a context of {context}",
@@ -106,7 +106,7 @@ fn measured(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()>
     let mut session = Session::new(loaded.clone())?;
     let mut sum = 0.0f64;
     let mut done = 0;
-    let result: Result<()> = ids.chunks(f.run.prefill_chunk).try_for_each(|part| {
+    let result: Result<()> = ids.chunks(f.run.machine.prefill_chunk).try_for_each(|part| {
         session.feed_all(part, &mut &progress, &mut |position, logits| {
             if let Some(next) = ids.get(position + 1) {
                 sum -= log_softmax_at(logits, *next);

@@ -206,7 +206,7 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
     }
     let given = prompt(f, &checkpoint, tokenizer.as_ref())?;
     let least = given.as_ref().map_or(0, Vec::len) + f.max_tokens;
-    let context = match f.run.context {
+    let context = match f.run.machine.context {
         Some(n) => n,
         None => least.max(DEFAULT_CONTEXT).min(checkpoint.config().max_position_embeddings),
     };
@@ -268,7 +268,7 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
         max_tokens: f.max_tokens,
         stop_ids: &stop_ids,
         stops: &f.stop,
-        chunk: f.run.prefill_chunk,
+        chunk: f.run.machine.prefill_chunk,
     };
     let mut outcome = Outcome::default();
     let result = generate(

@@ -1,5 +1,6 @@
 //! What was typed becomes what it means, once; one file a verb.
 
+mod compare;
 mod device;
 mod eval;
 mod generate;
@@ -44,6 +45,8 @@ enum Verb {
     Generate(generate::Flags),
     /// Measure how well a text is predicted: NLL and perplexity
     Eval(eval::Flags),
+    /// Run the same ids on two devices and show how far they are apart
+    Compare(compare::Flags),
     /// Show the ids and pieces of a text, or the text of ids
     Tokenize(tokenize::Flags),
     /// Check a checkpoint's structure: index, headers, sizes, names, dtypes, shapes, tokenizer
@@ -68,6 +71,16 @@ struct RunFlags {
     model: ModelFlags,
     #[command(flatten)]
     device: device::DeviceFlags,
+    #[command(flatten)]
+    machine: MachineFlags,
+    /// Writes a timeline for Perfetto or Chrome: layers, CPU operations, reads, uploads and GPU passes
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// What of the machine a run may take.
+#[derive(Args, Clone)]
+struct MachineFlags {
     /// Host memory to use, e.g. 20GB, 1.5GiB [default: what is free, less a margin]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
@@ -83,9 +96,6 @@ struct RunFlags {
     /// Reads in flight
     #[arg(long, value_name = "N", default_value = "8", value_parser = positive)]
     io_depth: usize,
-    /// Writes a timeline for Perfetto or Chrome: layers, CPU operations, reads, uploads and GPU passes
-    #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
 }
 
 /// A whole number of at least 1.
@@ -122,6 +132,7 @@ pub fn main() -> u8 {
     let result = match &cli.verb {
         Verb::Generate(f) => generate::run(f, &cli.global),
         Verb::Eval(f) => eval::run(f, &cli.global),
+        Verb::Compare(f) => compare::run(f, &cli.global),
         Verb::Tokenize(f) => tokenize::run(f, &cli.global),
         Verb::Verify(f) => verify::run(f, &cli.global),
         Verb::Synth(f) => synth::run(f, &cli.global),

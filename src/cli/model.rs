@@ -1,12 +1,12 @@
 //! From flags to an opened model.
 
-use super::{Global, ModelFlags, RunFlags, device};
+use super::{Global, MachineFlags, ModelFlags, RunFlags, device};
 use crate::checkpoint::demo;
 use crate::checkpoint::shards::Checkpoint;
 pub use crate::checkpoint::verify::tokenizer;
 use crate::error::{Error, Result};
 use crate::memory::machine;
-use crate::model::{Model, Options};
+use crate::model::{GpuPlan, Model, Options};
 use crate::report::progress::{Progress, human};
 use crate::report::trace::Trace;
 use crate::text::tokenizer::Tokenizer;
@@ -95,13 +95,34 @@ pub fn open(
     purpose: Purpose,
     progress: &Progress,
 ) -> Result<Arc<Model>> {
-    let Purpose { context, all_logits, cancel, trace } = purpose;
-    if context > checkpoint.config().max_position_embeddings {
-        return Err(Error::usage(format!(
-            "a context of {context} is more than the model's {}",
-            checkpoint.config().max_position_embeddings
-        )));
+    check_context(&checkpoint, purpose.context)?;
+    let gpu = device::open(&flags.device, progress)?;
+    let context = purpose.context;
+    let model = prepare(checkpoint, &flags.machine, gpu, purpose, progress)?;
+    if global.json {
+        super::output::json(&plan(&model, context))?;
     }
+    load(model, progress)
+}
+
+/// Refuses a context that the model was not made for.
+pub fn check_context(checkpoint: &Checkpoint, context: usize) -> Result<()> {
+    let most = checkpoint.config().max_position_embeddings;
+    if context > most {
+        return Err(Error::usage(format!("a context of {context} is more than the model's {most}")));
+    }
+    Ok(())
+}
+
+/// Plans the model and says the plan; reads no weight yet.
+pub fn prepare(
+    checkpoint: Arc<Checkpoint>,
+    flags: &MachineFlags,
+    gpu: Option<GpuPlan>,
+    purpose: Purpose,
+    progress: &Progress,
+) -> Result<Model> {
+    let Purpose { context, all_logits, cancel, trace } = purpose;
     let memory = machine::memory();
     let budget = match (flags.ram, memory) {
         (Some(ram), _) => ram,
@@ -110,7 +131,6 @@ pub fn open(
             return Err(Error::machine("cannot find out how much memory is free").hint("give --ram SIZE"));
         }
     };
-    let gpu = device::open(&flags.device, progress)?;
     progress.phase("planning");
     let model = Model::open(
         checkpoint,
@@ -153,9 +173,11 @@ pub fn open(
         human(p.total()),
         human(p.budget),
     ));
-    if global.json {
-        super::output::json(&plan(&model, context))?;
-    }
+    Ok(model)
+}
+
+/// Reads what stays in memory.
+pub fn load(model: Model, progress: &Progress) -> Result<Arc<Model>> {
     progress.watch(model.counters().clone());
     progress.phase("loading");
     model.load(&mut &*progress)?;

@@ -1,0 +1,654 @@
+//! The same ids on two devices, one device after the other, so that both need not fit at once: what the first computed
+//! waits in a temporary file, and the second is held against it value by value.
+
+use crate::compute::gpu::{AdapterEntry, Gpu, ops_table};
+use crate::compute::ops::moe::Routing;
+use crate::compute::{cpu::vector, device::Tensor};
+use crate::error::{Error, Result};
+use crate::model::session::Session;
+use crate::model::{Model, Observer, Point};
+use crate::text::sampler::log_softmax_at;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Seek, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// What the logits may differ by, as a share of the largest.
+pub const LOGITS_GATE: f64 = 3e-4;
+/// The same on SwiftShader, whose arithmetic flushes denormals.
+pub const LOGITS_GATE_WIDE: f64 = 1e-3;
+/// Greedy tokens may differ where the first device's two best logits are closer than this share of the largest.
+pub const MARGIN_GATE: f64 = 1e-3;
+/// The most tokens that are decoded one at a time to measure that speed.
+const DECODED: usize = 16;
+
+/// An adapter, as reports name it.
+#[derive(Debug, Clone, Serialize)]
+pub struct AdapterReport {
+    /// Its name.
+    pub name: String,
+    /// The programming interface.
+    pub backend: String,
+    /// `discrete`, `integrated`, `virtual`, `software`, `unknown kind`.
+    pub kind: String,
+    /// Driver and its version.
+    pub driver: String,
+    /// Bytes of device memory.
+    pub vram: Option<u64>,
+    /// Features used where present.
+    pub features: Vec<&'static str>,
+}
+
+impl AdapterReport {
+    /// The report of an adapter.
+    pub fn of(a: &AdapterEntry) -> AdapterReport {
+        AdapterReport {
+            name: a.name.clone(),
+            backend: a.backend.clone(),
+            kind: a.kind.to_string(),
+            driver: a.driver.clone(),
+            vram: a.vram.map(|v| v.total),
+            features: a.features.clone(),
+        }
+    }
+}
+
+/// One operation of the op table.
+#[derive(Debug, Clone, Serialize)]
+pub struct OpReport {
+    /// Its name.
+    pub op: &'static str,
+    /// `max|got-want| / max|want|`; NaN (`null` in JSON) when something was not a number.
+    pub error: f64,
+    /// What it must not exceed.
+    pub gate: f64,
+    /// Whether it does not.
+    pub passed: bool,
+}
+
+/// The op table on one adapter.
+#[derive(Debug, Clone, Serialize)]
+pub struct OpsReport {
+    /// Whether every operation is right.
+    pub passed: bool,
+    /// What is wrong, a line each.
+    pub failures: Vec<String>,
+    /// The adapter.
+    pub adapter: AdapterReport,
+    /// Every operation.
+    pub ops: Vec<OpReport>,
+}
+
+impl OpsReport {
+    /// Runs the table.
+    ///
+    /// # Errors
+    /// `Device` when the device fails.
+    pub fn run(gpu: &Gpu) -> Result<OpsReport> {
+        let one = |r: &crate::compute::gpu::table::OpResult| OpReport {
+            op: r.name,
+            error: r.worst,
+            gate: r.gate,
+            passed: r.passed(),
+        };
+        let ops: Vec<OpReport> = ops_table(gpu)?.iter().map(one).collect();
+        let failures: Vec<String> = ops
+            .iter()
+            .filter(|o| !o.passed)
+            .map(|o| format!("op {} is off by {:.1e} (at most {:.0e})", o.op, o.error, o.gate))
+            .collect();
+        Ok(OpsReport {
+            passed: failures.is_empty(),
+            failures,
+            adapter: AdapterReport::of(gpu.adapter()),
+            ops,
+        })
+    }
+
+    /// The table as text.
+    pub fn text(&self) -> String {
+        let mut out = format!(
+            "adapter {} ({}, {})\n\n{:<20} {:>9} {:>9}\n",
+            self.adapter.name, self.adapter.kind, self.adapter.driver, "op", "error", "gate"
+        );
+        for o in &self.ops {
+            let mark = if o.passed { "" } else { "  WRONG" };
+            let _ = writeln!(out, "{:<20} {:>9.1e} {:>9.0e}{mark}", o.op, o.error, o.gate);
+        }
+        out
+    }
+}
+
+/// Tokens in a time.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Speed {
+    /// Tokens.
+    pub tokens: usize,
+    /// Seconds they took.
+    pub seconds: f64,
+    /// Tokens a second.
+    pub tokens_per_s: f64,
+}
+
+impl Speed {
+    fn since(begun: Instant, tokens: usize) -> Speed {
+        let seconds = begun.elapsed().as_secs_f64();
+        Speed { tokens, seconds, tokens_per_s: tokens as f64 / seconds.max(1e-9) }
+    }
+}
+
+/// What one device did.
+#[derive(Debug, Clone, Serialize)]
+pub struct DeviceRun {
+    /// `cpu`, `gpu`, or `hybrid`.
+    pub device: &'static str,
+    /// The adapter's name, if one took part.
+    pub adapter: Option<String>,
+    /// Layers computed on the adapter.
+    pub gpu_layers: usize,
+    /// Negative log-likelihood a predicted token, in nats.
+    pub nll: f64,
+    /// Its exponential.
+    pub perplexity: f64,
+    /// Seconds until the model was loaded.
+    pub load_s: f64,
+    /// Tokens fed in chunks, unobserved.
+    pub prefill: Speed,
+    /// Tokens fed one at a time after those, unobserved.
+    pub decode: Speed,
+}
+
+/// How far the second device's values are from the first's.
+#[derive(Debug, Clone, Copy, Default)]
+struct Worst {
+    difference: f64,
+    largest: f64,
+}
+
+impl Worst {
+    fn add(&mut self, first: f32, second: f32) {
+        let worse = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
+        self.difference = worse(self.difference, (f64::from(first) - f64::from(second)).abs());
+        self.largest = worse(self.largest, f64::from(first).abs());
+    }
+
+    /// `max|second-first| / max|first|` over all positions.
+    fn relative(&self) -> f64 {
+        if self.difference == 0.0 { 0.0 } else { self.difference / self.largest }
+    }
+}
+
+/// Errors of one layer.
+#[derive(Debug, Clone, Serialize)]
+pub struct LayerReport {
+    /// Zero-based; the number of layers is the output head.
+    pub layer: usize,
+    /// Error of the running sum after the layer; of the normed input of the output matrix for the head.
+    pub out: f64,
+    /// Largest error of all observed tensors of the layer.
+    pub worst: f64,
+    /// Which tensor that is.
+    pub worst_point: &'static str,
+    /// Positions at which the two devices chose other experts.
+    pub experts_differ: usize,
+}
+
+/// A position at which the devices' greedy tokens differ.
+#[derive(Debug, Clone, Serialize)]
+pub struct Disagreement {
+    /// Zero-based position.
+    pub position: usize,
+    /// The greedy token of each device.
+    pub tokens: [u32; 2],
+    /// The first device's two best logits apart, as a share of its largest |logit|.
+    pub margin: f64,
+}
+
+/// Agreement of the logits.
+#[derive(Debug, Clone, Serialize)]
+pub struct LogitsReport {
+    /// `max|second-first| / max|first|`.
+    pub error: f64,
+    /// What it must not exceed.
+    pub gate: f64,
+}
+
+/// Agreement of the greedy tokens.
+#[derive(Debug, Clone, Serialize)]
+pub struct GreedyReport {
+    /// Positions at which they are equal.
+    pub agree: usize,
+    /// Positions.
+    pub of: usize,
+    /// Above this margin a disagreement is a failure.
+    pub margin_gate: f64,
+    /// Those at which they differ.
+    pub disagreements: Vec<Disagreement>,
+}
+
+/// Two devices compared.
+#[derive(Debug, Clone, Serialize)]
+pub struct Comparison {
+    /// Whether everything is within its gate.
+    pub passed: bool,
+    /// What is not, a line each.
+    pub failures: Vec<String>,
+    /// Tokens fed.
+    pub positions: usize,
+    /// Tokens of a pass.
+    pub chunk: usize,
+    /// Both devices, in the order in which they ran; errors are relative to the first.
+    pub devices: [DeviceRun; 2],
+    /// The op table of the adapter, when one took part.
+    pub ops: Option<OpsReport>,
+    /// Every layer, and last the output head.
+    pub layers: Vec<LayerReport>,
+    /// The logits.
+    pub logits: LogitsReport,
+    /// The greedy tokens.
+    pub greedy: GreedyReport,
+}
+
+/// What a value of the file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum What {
+    Layer(usize, u8),
+    Logits,
+}
+
+/// Points in the order in which reports name them.
+const POINTS: [(Point, &str); 13] = [
+    (Point::AttnRes, "attn_res"),
+    (Point::AttnProbs, "attn_probs"),
+    (Point::AttnIn, "attn_in"),
+    (Point::AttnOut, "attn_out"),
+    (Point::FfnRes, "ffn_res"),
+    (Point::FfnProbs, "ffn_probs"),
+    (Point::FfnIn, "ffn_in"),
+    (Point::LatentSum, "latent_sum"),
+    (Point::FfnOut, "ffn_out"),
+    (Point::Out, "out"),
+    (Point::FinalRes, "final_res"),
+    (Point::FinalProbs, "final_probs"),
+    (Point::FinalNorm, "final_norm"),
+];
+
+fn number(point: Point) -> u8 {
+    POINTS.iter().position(|(p, _)| *p == point).unwrap_or(0) as u8
+}
+
+/// Where the values of a pass go.
+enum Side {
+    /// Those of the first device, into the file.
+    Write(BufWriter<File>),
+    /// Those of the second, held against the file.
+    Read { file: BufReader<File>, next: usize, worst: BTreeMap<What, Worst> },
+}
+
+struct Spool {
+    side: Side,
+    /// What the file holds, in order, with the number of values.
+    held: Vec<(What, usize)>,
+    /// Expert sets by layer, a sorted list a position.
+    experts: Vec<Vec<Vec<u32>>>,
+    failed: Option<Error>,
+}
+
+impl Spool {
+    fn values(&mut self, what: What, values: &[f32]) -> Result<()> {
+        match &mut self.side {
+            Side::Write(file) => {
+                self.held.push((what, values.len()));
+                let bytes: &[u8] = bytemuck::cast_slice(values);
+                file.write_all(bytes).map_err(|e| Error::io("cannot write to the temporary file", e))
+            }
+            Side::Read { file, next, worst } => {
+                if self.held.get(*next) != Some(&(what, values.len())) {
+                    return Err(Error::run("the devices computed other tensors").expected(
+                        format_args!("{:?}", self.held.get(*next)),
+                        format_args!("{what:?} of {}", values.len()),
+                    ));
+                }
+                *next += 1;
+                let mut first = vec![0f32; values.len()];
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut first);
+                file.read_exact(bytes).map_err(|e| Error::io("cannot read the temporary file", e))?;
+                let worst = worst.entry(what).or_default();
+                first.iter().zip(values).for_each(|(a, b)| worst.add(*a, *b));
+                Ok(())
+            }
+        }
+    }
+
+    fn keep(&mut self, result: Result<()>) {
+        if let Err(e) = result {
+            self.failed.get_or_insert(e);
+        }
+    }
+}
+
+/// Sees a pass and hands its tensors on.
+struct Watch<'a> {
+    spool: &'a Mutex<Spool>,
+    seen: &'a mut dyn Observer,
+}
+
+fn lock(spool: &Mutex<Spool>) -> MutexGuard<'_, Spool> {
+    spool.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Observer for Watch<'_> {
+    fn layer(&mut self, i: usize, n: usize) {
+        self.seen.layer(i, n);
+    }
+    fn wants_tensors(&self) -> bool {
+        true
+    }
+    fn tensor(&mut self, point: Point, i: usize, values: &Tensor) {
+        let mut spool = lock(self.spool);
+        if spool.failed.is_none() {
+            let result = spool.values(What::Layer(i, number(point)), values.host());
+            spool.keep(result);
+        }
+    }
+    fn routing(&mut self, i: usize, routing: &Routing) {
+        let mut spool = lock(self.spool);
+        if spool.experts.len() <= i {
+            spool.experts.resize(i + 1, Vec::new());
+        }
+        for experts in routing.experts.chunks(routing.chosen.max(1)) {
+            let mut set = experts.to_vec();
+            set.sort_unstable();
+            spool.experts[i].push(set);
+        }
+    }
+}
+
+/// The greedy token of a row, and how far the second best is, as a share of the largest |logit|.
+fn greedy(row: &[f32]) -> Result<(u32, f64)> {
+    let best = vector::argmax(row).ok_or_else(|| Error::run("there are no logits"))?;
+    let largest = row.iter().fold(0f32, |m, v| m.max(v.abs()));
+    let second = row.iter().enumerate().filter(|(i, _)| *i != best).map(|(_, v)| *v).fold(f32::MIN, f32::max);
+    let margin = f64::from(row[best] - second) / f64::from(largest.max(f32::MIN_POSITIVE));
+    Ok((best as u32, margin))
+}
+
+/// Feeds `ids` to a new sequence, its tensors to `spool`; the greedy tokens with their margins, and the NLL.
+fn observed(
+    model: &Arc<Model>,
+    ids: &[u32],
+    chunk: usize,
+    spool: &Mutex<Spool>,
+    seen: &mut dyn Observer,
+) -> Result<(Vec<(u32, f64)>, f64)> {
+    let mut session = Session::new(model.clone())?;
+    let (mut tokens, mut sum) = (Vec::with_capacity(ids.len()), 0.0);
+    for part in ids.chunks(chunk) {
+        let mut watch = Watch { spool, seen: &mut *seen };
+        session.feed_all(part, &mut watch, &mut |position, row| {
+            if let Some(next) = ids.get(position + 1) {
+                sum -= log_softmax_at(row, *next);
+            }
+            tokens.push(greedy(row)?);
+            lock(spool).values(What::Logits, row)
+        })?;
+        if let Some(e) = lock(spool).failed.take() {
+            return Err(e);
+        }
+    }
+    Ok((tokens, sum / (ids.len() - 1) as f64))
+}
+
+/// Feeds `ids` once more, unobserved, for the times.
+fn timed(model: &Arc<Model>, ids: &[u32], chunk: usize, seen: &mut dyn Observer) -> Result<[Speed; 2]> {
+    let mut session = Session::new(model.clone())?;
+    let (fed, stepped) = ids.split_at(ids.len() - DECODED.min(ids.len() - 1));
+    let begun = Instant::now();
+    session.sync(fed, chunk, seen, &mut |_| Ok(()))?;
+    let prefill = Speed::since(begun, fed.len());
+    let begun = Instant::now();
+    for id in stepped {
+        session.step(*id, seen)?;
+    }
+    Ok([prefill, Speed::since(begun, stepped.len())])
+}
+
+fn device_run(
+    model: &Arc<Model>,
+    ids: &[u32],
+    chunk: usize,
+    load_s: f64,
+    nll: f64,
+    seen: &mut dyn Observer,
+) -> Result<DeviceRun> {
+    let [prefill, decode] = timed(model, ids, chunk, seen)?;
+    Ok(DeviceRun {
+        device: model.device_name(),
+        adapter: model.gpu().map(|g| g.name().to_owned()),
+        gpu_layers: model.gpu_layers(),
+        nll,
+        perplexity: nll.exp(),
+        load_s,
+        prefill,
+        decode,
+    })
+}
+
+/// What the logits may differ by between the CPU and an adapter.
+pub fn logits_gate(adapter: Option<&str>) -> f64 {
+    match adapter {
+        Some(name) if name.contains("SwiftShader") => LOGITS_GATE_WIDE,
+        _ => LOGITS_GATE,
+    }
+}
+
+/// The first device's run.
+pub struct First {
+    ids: Vec<u32>,
+    chunk: usize,
+    spool: Spool,
+    tokens: Vec<(u32, f64)>,
+    run: DeviceRun,
+}
+
+impl First {
+    /// Runs `ids` (2 or more) on the first device, `chunk` tokens a pass: no more than either model takes in one
+    /// ([`Model::most_tokens`]). `load_s` is what opening it took.
+    ///
+    /// # Errors
+    /// Those of the pass, and of a temporary file that cannot be written.
+    pub fn run(
+        model: &Arc<Model>,
+        ids: &[u32],
+        chunk: usize,
+        load_s: f64,
+        seen: &mut dyn Observer,
+    ) -> Result<First> {
+        if ids.len() < 2 {
+            return Err(Error::usage("a comparison needs at least 2 tokens").expected("2 or more", ids.len()));
+        }
+        let chunk = chunk.clamp(1, model.most_tokens());
+        let file = tempfile::tempfile().map_err(|e| Error::io("cannot make a temporary file", e))?;
+        let side = Side::Write(BufWriter::new(file));
+        let spool = Mutex::new(Spool { side, held: Vec::new(), experts: Vec::new(), failed: None });
+        let (tokens, nll) = observed(model, ids, chunk, &spool, seen)?;
+        let run = device_run(model, ids, chunk, load_s, nll, seen)?;
+        let spool = spool.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(First { ids: ids.to_vec(), chunk, spool, tokens, run })
+    }
+
+    /// Runs the same on the second device and holds it against the first. `ops` is the adapter's op table.
+    ///
+    /// # Errors
+    /// Those of the pass, and of the temporary file.
+    pub fn against(
+        self,
+        model: &Arc<Model>,
+        load_s: f64,
+        ops: Option<OpsReport>,
+        seen: &mut dyn Observer,
+    ) -> Result<Comparison> {
+        let First { ids, chunk, spool, tokens, run } = self;
+        if chunk > model.most_tokens() {
+            return Err(Error::run("the second device takes fewer tokens in a pass")
+                .expected(format_args!("{chunk} or more"), model.most_tokens()));
+        }
+        let fail = |e| Error::io("cannot read the temporary file", e);
+        let Side::Write(file) = spool.side else { return Err(Error::run("nothing was recorded")) };
+        let mut file = file.into_inner().map_err(|e| fail(e.into_error()))?;
+        file.rewind().map_err(fail)?;
+        let side = Side::Read { file: BufReader::new(file), next: 0, worst: BTreeMap::new() };
+        let first_experts = spool.experts;
+        let spool = Mutex::new(Spool { side, held: spool.held, experts: Vec::new(), failed: None });
+        let (others, nll) = observed(model, &ids, chunk, &spool, seen)?;
+        let second = device_run(model, &ids, chunk, load_s, nll, seen)?;
+        let Spool { side, experts, .. } = spool.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Side::Read { worst, .. } = side else { return Err(Error::run("nothing was compared")) };
+        let adapter = second.adapter.as_deref().or(run.adapter.as_deref());
+        let gate = logits_gate(adapter);
+        let error = worst.get(&What::Logits).map_or(f64::NAN, Worst::relative);
+        let disagreements: Vec<Disagreement> = tokens
+            .iter()
+            .zip(&others)
+            .enumerate()
+            .filter(|(_, (a, b))| a.0 != b.0)
+            .map(|(position, (a, b))| Disagreement { position, tokens: [a.0, b.0], margin: a.1 })
+            .collect();
+        let layers = model.config().layers.len();
+        let mut out = Comparison {
+            passed: false,
+            failures: Vec::new(),
+            positions: ids.len(),
+            chunk,
+            layers: (0..=layers)
+                .map(|i| layer_report(i, i == layers, &worst, &first_experts, &experts))
+                .collect(),
+            logits: LogitsReport { error, gate },
+            greedy: GreedyReport {
+                agree: tokens.len() - disagreements.len(),
+                of: tokens.len(),
+                margin_gate: MARGIN_GATE,
+                disagreements,
+            },
+            devices: [run, second],
+            ops,
+        };
+        out.failures = out.find_failures();
+        out.passed = out.failures.is_empty();
+        Ok(out)
+    }
+}
+
+fn layer_report(
+    layer: usize,
+    head: bool,
+    worst: &BTreeMap<What, Worst>,
+    first: &[Vec<Vec<u32>>],
+    second: &[Vec<Vec<u32>>],
+) -> LayerReport {
+    let mut report = LayerReport { layer, out: f64::NAN, worst: 0.0, worst_point: "", experts_differ: 0 };
+    let last = if head { Point::FinalNorm } else { Point::Out };
+    for (point, name) in POINTS {
+        let Some(w) = worst.get(&What::Layer(layer, number(point))) else { continue };
+        let error = w.relative();
+        if point == last {
+            report.out = error;
+        }
+        if report.worst_point.is_empty() || !(error <= report.worst) {
+            (report.worst, report.worst_point) = (error, name);
+        }
+    }
+    if let (Some(a), Some(b)) = (first.get(layer), second.get(layer)) {
+        report.experts_differ = a.iter().zip(b).filter(|(a, b)| a != b).count();
+    }
+    report
+}
+
+impl Comparison {
+    fn find_failures(&self) -> Vec<String> {
+        let mut out = self.ops.as_ref().map_or_else(Vec::new, |o| o.failures.clone());
+        let LogitsReport { error, gate } = self.logits;
+        if !(error <= gate) {
+            out.push(format!("the logits are off by {error:.1e} (at most {gate:.0e})"));
+        }
+        for d in &self.greedy.disagreements {
+            if !(d.margin <= MARGIN_GATE) {
+                out.push(format!(
+                    "the greedy token of position {} is {} instead of {} at a margin of {:.1e} (at most {MARGIN_GATE:.0e})",
+                    d.position, d.tokens[1], d.tokens[0], d.margin
+                ));
+            }
+        }
+        out
+    }
+
+    /// The tables as text.
+    pub fn text(&self) -> String {
+        let mut out = String::new();
+        if let Some(ops) = &self.ops {
+            out.push_str(&ops.text());
+            out.push('\n');
+        }
+        let [a, b] = &self.devices;
+        let _ = writeln!(out, "{:<20} {:>9} {:>9}  {:<12} experts differ", "layer", "out", "worst", "at");
+        let last = self.layers.len().saturating_sub(1);
+        for l in &self.layers {
+            let name = if l.layer == last { "head".to_owned() } else { l.layer.to_string() };
+            let differ = if l.experts_differ == 0 { String::new() } else { l.experts_differ.to_string() };
+            let line =
+                format!("{name:<20} {:>9.1e} {:>9.1e}  {:<12} {differ}", l.out, l.worst, l.worst_point);
+            let _ = writeln!(out, "{}", line.trim_end());
+        }
+        let LogitsReport { error, gate } = self.logits;
+        let _ = writeln!(out, "{:<20} {error:>9.1e}  (at most {gate:.0e})\n", "logits");
+        let _ = writeln!(out, "greedy tokens agree at {} of {} positions", self.greedy.agree, self.greedy.of);
+        for d in &self.greedy.disagreements {
+            let ok = if d.margin <= MARGIN_GATE { "a near tie" } else { "WRONG" };
+            let _ = writeln!(
+                out,
+                "  position {}: {} and {}, margin {:.1e} of the largest logit: {ok}",
+                d.position, d.tokens[0], d.tokens[1], d.margin
+            );
+        }
+        let _ = writeln!(out, "\n{:<20} {:>14} {:>14}", "", a.device, b.device);
+        let rows: [(&str, fn(&DeviceRun) -> String); 7] = [
+            ("nll", |d| format!("{:.6}", d.nll)),
+            ("load s", |d| format!("{:.2}", d.load_s)),
+            ("prefill tokens", |d| d.prefill.tokens.to_string()),
+            ("prefill tokens/s", |d| format!("{:.2}", d.prefill.tokens_per_s)),
+            ("decode tokens", |d| d.decode.tokens.to_string()),
+            ("decode tokens/s", |d| format!("{:.2}", d.decode.tokens_per_s)),
+            ("layers on the GPU", |d| d.gpu_layers.to_string()),
+        ];
+        for (name, value) in rows {
+            let _ = writeln!(out, "{name:<20} {:>14} {:>14}", value(a), value(b));
+        }
+        let _ = writeln!(out, "\n{}", if self.passed { "passed" } else { "FAILED" });
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn not_a_number_stays() {
+        let mut w = Worst::default();
+        w.add(2.0, 2.5);
+        assert_eq!(w.relative(), 0.25);
+        w.add(1.0, f32::NAN);
+        w.add(1.0, 1.0);
+        assert!(w.relative().is_nan());
+    }
+
+    #[test]
+    fn margins_are_shares_of_the_largest_logit() {
+        assert_eq!(greedy(&[1.0, -8.0, 3.0]).unwrap(), (2, 0.25));
+        assert_eq!(greedy(&[3.0, 3.0]).unwrap(), (0, 0.0));
+        assert!(greedy(&[]).is_err());
+    }
+}
