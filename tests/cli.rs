@@ -451,7 +451,7 @@ fn a_closed_pipe_is_not_an_error() {
 fn help_and_version_are_complete() {
     assert!(text(&run(&["--version"]).stdout).starts_with("trunkline 0."));
     let help = text(&run(&["--help"]).stdout);
-    for verb in ["generate", "eval", "tokenize", "verify", "synth"] {
+    for verb in ["generate", "eval", "compare", "tokenize", "verify", "synth"] {
         assert!(help.contains(verb), "{verb}");
         let own = run(&[verb, "--help"]);
         assert!(own.status.success() && own.stdout.len() > 200, "{verb}");

@@ -2,7 +2,7 @@
 
 use super::device::{AdapterFlags, Device};
 use super::generate::read_text;
-use super::{Global, MachineFlags, ModelFlags, model, output};
+use super::{Global, MachineFlags, ModelFlags, card, model, output};
 use crate::checkpoint::shards::Checkpoint;
 use crate::compute::gpu::Gpu;
 use crate::error::{Error, Result};
@@ -25,9 +25,9 @@ pub struct Flags {
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
-    adapter: AdapterFlags,
+    pub(super) adapter: AdapterFlags,
     #[command(flatten)]
-    machine: MachineFlags,
+    pub(super) machine: MachineFlags,
     /// Ids to feed
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', group = "input")]
     ids: Option<Vec<u32>>,
@@ -43,11 +43,18 @@ pub struct Flags {
     /// Runs the table of operations on the adapter alone, and names a wrong one
     #[arg(long, group = "input", conflicts_with = "devices")]
     ops: bool,
+    /// Reports on a card: a slice of the network (1.8 GB, written to the folder for temporary files and removed) on the CPU
+    /// and on the card, the rate of each kernel beside the card's own copy rate, and tokens/s
+    #[arg(long, group = "input", conflicts_with_all = ["devices", "context"])]
+    card: bool,
 }
 
 pub fn run(f: &Flags, global: &Global) -> Result<()> {
     let cancel = model::interruptible()?;
     let progress = Progress::start(global.quiet);
+    if f.card {
+        return card::run(f, global, &cancel, progress);
+    }
     if f.ops {
         let gpu = f.adapter.open(&progress)?;
         progress.phase("checking the adapter's operations");
@@ -68,7 +75,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
 }
 
 /// Prints a report; what it found wrong is the error of the run.
-fn finish(
+pub(super) fn finish(
     global: &Global,
     progress: Progress,
     report: &impl Serialize,
@@ -101,7 +108,7 @@ fn ids(f: &Flags, checkpoint: &Checkpoint) -> Result<Vec<u32>> {
 }
 
 /// Runs `ids` on both devices, one after the other.
-fn compare(
+pub(super) fn compare(
     f: &Flags,
     devices: [Device; 2],
     checkpoint: Arc<Checkpoint>,

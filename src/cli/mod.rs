@@ -1,5 +1,6 @@
 //! What was typed becomes what it means, once; one file a verb.
 
+mod card;
 mod compare;
 mod device;
 mod eval;

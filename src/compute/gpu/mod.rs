@@ -15,6 +15,7 @@ pub mod device;
 pub mod matrix;
 mod ops;
 pub mod pipelines;
+pub mod rates;
 pub mod recorder;
 pub mod reference;
 pub mod table;
