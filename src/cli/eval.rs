@@ -124,6 +124,7 @@ fn measured(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()>
         }
         return Err(e);
     }
+    super::device::keep_pipelines(loaded.gpu());
     if let Some(file) = file {
         file.finish()?;
     }

@@ -281,6 +281,7 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
         &mut outcome,
     );
     progress.phase("finishing");
+    super::device::keep_pipelines(loaded.gpu());
     // A pending token is one that was chosen but not fed: it is found again by the run that goes on.
     let fed = session.tokens().len().saturating_sub(prompt.len());
     let pending = outcome.ids.get(fed).copied();

@@ -145,6 +145,9 @@ impl Speed {
 /// What one device did.
 #[derive(Debug, Clone, Serialize)]
 pub struct DeviceRun {
+    /// What the logits may differ by from another device's.
+    #[serde(skip)]
+    gate: f64,
     /// `cpu`, `gpu`, or `hybrid`.
     pub device: &'static str,
     /// The adapter's name, if one took part.
@@ -428,6 +431,7 @@ fn device_run(
 ) -> Result<DeviceRun> {
     let [prefill, decode] = timed(model, ids, chunk, seen)?;
     Ok(DeviceRun {
+        gate: logits_gate(model.gpu()),
         device: model.device_name(),
         adapter: model.gpu().map(|g| g.name().to_owned()),
         gpu_layers: model.gpu_layers(),
@@ -440,9 +444,9 @@ fn device_run(
 }
 
 /// What the logits may differ by between the CPU and an adapter.
-pub fn logits_gate(adapter: Option<&str>) -> f64 {
-    match adapter {
-        Some(name) if name.contains("SwiftShader") => LOGITS_GATE_WIDE,
+fn logits_gate(gpu: Option<&Gpu>) -> f64 {
+    match gpu {
+        Some(gpu) if gpu.uses_subgroups() || gpu.name().contains("SwiftShader") => LOGITS_GATE_WIDE,
         _ => LOGITS_GATE,
     }
 }
@@ -509,8 +513,7 @@ impl First {
         let second = device_run(model, &ids, chunk, load_s, nll, seen)?;
         let Spool { side, experts, .. } = spool.into_inner().unwrap_or_else(PoisonError::into_inner);
         let Side::Read { worst, .. } = side else { return Err(Error::run("nothing was compared")) };
-        let adapter = second.adapter.as_deref().or(run.adapter.as_deref());
-        let gate = logits_gate(adapter);
+        let gate = run.gate.max(second.gate);
         let error = worst.get(&What::Logits).map_or(f64::NAN, Worst::relative);
         let disagreements: Vec<Disagreement> = tokens
             .iter()
