@@ -6,12 +6,17 @@ mod common;
 use std::process::{Command, Output, Stdio};
 use trunkline::compute::gpu::{AdapterKind, adapter};
 
-/// A short run of the embedded demo on the adapters of this machine.
-fn generate(args: &[&str]) -> Command {
+/// A run on the adapters of this machine.
+fn run(args: &[&str]) -> Command {
     let mut c = Command::new(env!("CARGO_BIN_EXE_trunkline"));
-    c.args(["generate", "--max-tokens", "2", "--json"]).args(args);
+    c.args(["generate", "--json"]).args(args);
     c.env_remove("TRUNKLINE_MODEL").env_remove("RUST_LOG").stdin(Stdio::null());
     c
+}
+
+/// A short run of the embedded demo on the adapters of this machine.
+fn generate(args: &[&str]) -> Command {
+    run(&[&["--max-tokens", "2"], args].concat())
 }
 
 /// The same on a machine without any.
@@ -84,4 +89,29 @@ fn adapter_flags_mean_nothing_on_the_cpu() {
     }
     let out = generate(&["--device", "cpu", "--vram", "0"]).output().unwrap();
     assert_eq!((out.status.code(), done(&out)["device"].as_str()), (Some(0), Some("cpu")));
+}
+
+#[test]
+fn layers_move_to_the_gpu_as_vram_grows() {
+    let golden = common::Golden::open("base", "golden.safetensors");
+    let m = common::golden_dir("base").join("ckpt").display().to_string();
+    let ids: Vec<String> = golden.ids("p3.ids").iter().map(u32::to_string).collect();
+    let mut layers = Vec::new();
+    for vram in ["0", "2MB", "4MB", "64MB"] {
+        let args =
+            ["--model", &m, "--ids", &ids.join(","), "--max-tokens", "16", "--ignore-eos", "--context", "64"];
+        let device = ["--device", "auto", "--allow-software", "--vram", vram, "--prefill-chunk", "16"];
+        let out = run(&[&args[..], &device[..]].concat()).output().unwrap();
+        assert!(out.status.success(), "{vram}: {}", error(&out));
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let plan: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+        layers.push((plan["gpu_layers"].as_u64().unwrap(), plan["device"].as_str().unwrap().to_owned()));
+        let done = done(&out);
+        let found: Vec<u32> =
+            done["ids"].as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as u32).collect();
+        assert_eq!(found, golden.ids("p3.greedy.tokens"), "--vram {vram}");
+    }
+    assert_eq!((layers[0].0, layers[3].0), (0, 9), "{layers:?}");
+    assert!(layers[1].0 >= 1 && layers[2].0 > layers[1].0 && layers[2].0 < 9, "{layers:?}");
+    assert_eq!(layers.iter().map(|l| l.1.as_str()).collect::<Vec<_>>(), ["cpu", "hybrid", "hybrid", "gpu"]);
 }
