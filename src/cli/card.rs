@@ -1,8 +1,8 @@
 //! `trunkline compare --card`
 
+use super::Global;
 use super::compare::{Flags, compare, finish};
 use super::device::Device;
-use super::Global;
 use crate::checkpoint::shards::Checkpoint;
 use crate::checkpoint::synth::{Preset, SynthOptions, synth};
 use crate::compute::gpu::rates::{Sizes, copy_rate, kernel_rates};
