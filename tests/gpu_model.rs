@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::reference::DEEP;
 use common::{Golden, assert_close, golden_dir};
 use std::sync::Arc;
 use trunkline::Kind;
@@ -11,7 +12,8 @@ use trunkline::compute::gpu::{Faults, Gpu, GpuOptions};
 use trunkline::model::session::Session;
 use trunkline::model::{GpuPlan, Model, Options, Unobserved};
 
-const DEEP: f64 = 3e-4;
+/// Gate of the blocks: they hold exponentials and tanh, which drivers round differently.
+const OP: f64 = 3e-5;
 const SETS: [&str; 2] = ["base", "toggles"];
 
 fn gpu(options: GpuOptions) -> Gpu {
@@ -34,6 +36,7 @@ fn open(set: &str, gpu: Option<GpuPlan>) -> Result<Arc<Model>, trunkline::Error>
             io_depth: 2,
             cancel: Arc::default(),
             gpu,
+            trace: None,
         },
     )?;
     model.load(&mut Unobserved)?;
@@ -70,9 +73,6 @@ fn passes_the_reference(set: &str, model: &Arc<Model>) {
             &golden.f32(&format!("p{prompt}.logits")),
             DEEP,
         );
-        if prompt == 2 {
-            state_passes(set, &golden, model, &session);
-        }
         let vocab = model.config().vocab_size;
         let rows = golden.f32(&format!("p{prompt}.greedy.logits"));
         for (j, token) in golden.ids(&format!("p{prompt}.greedy.tokens")).iter().enumerate() {
@@ -84,25 +84,13 @@ fn passes_the_reference(set: &str, model: &Arc<Model>) {
     }
 }
 
-fn state_passes(set: &str, golden: &Golden, model: &Model, session: &Session) {
-    for (name, t) in model.export(session.state()).unwrap() {
-        let name = match name.strip_prefix("layers.").and_then(|n| n.split_once('.')) {
-            Some((layer, "s")) => format!("state.L{layer}.S"),
-            Some((layer, "rope")) => format!("state.L{layer}.k_rope"),
-            Some((layer, part)) => format!("state.L{layer}.{part}"),
-            None => name,
-        };
-        assert_close(&format!("{set} {name}"), t.host(), &golden.f32(&name), DEEP);
-    }
-}
-
 #[test]
 fn everything_on_the_gpu_equals_the_reference() {
     for set in SETS {
-        passes_the_reference(
-            set,
-            &whole(set, GpuOptions { poison: true, checked: true, ..GpuOptions::default() }),
-        );
+        let model = whole(set, GpuOptions { poison: true, checked: true, ..GpuOptions::default() });
+        common::reference::blocks(set, &model, OP);
+        common::reference::trace_and_state(set, &model, &Golden::open(set, "golden.safetensors"));
+        passes_the_reference(set, &model);
     }
 }
 

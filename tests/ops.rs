@@ -8,8 +8,6 @@ use trunkline::compute::backend::Recurrence;
 use trunkline::compute::cpu::{Isa, math, vector};
 use trunkline::compute::device::{Cpu, Tensor};
 use trunkline::compute::ops::{kda, moe, norm, residual};
-use trunkline::model::Point;
-use trunkline::model::forward::Scratch;
 
 /// The gate of single operations.
 const OP: f64 = 1e-5;
@@ -193,24 +191,7 @@ fn a_router_logit_that_is_not_finite_is_an_error() {
 #[test]
 fn blocks_fed_in_two_parts() {
     for set in SETS {
-        let (model, _) = open_golden(set);
-        let g = Golden::open(set, "ops.safetensors");
-        let h = model.config().hidden_size;
-        for (name, point) in
-            [("kda_block", Point::AttnOut), ("mla_block", Point::AttnOut), ("moe", Point::FfnOut)]
-        {
-            let layer = g.ids(&format!("{name}.layer"))[0] as usize;
-            let x = g.f32(&format!("{name}.x"));
-            let mut state = model.new_state().unwrap();
-            let mut scratch = Scratch::default();
-            let mut found = Vec::new();
-            for part in [&x[..5 * h], &x[5 * h..]] {
-                let input = Tensor::from_vec(part.len() / h, h, part.to_vec());
-                let out = model.block(layer, point, &input, &mut state, &mut scratch).unwrap();
-                found.extend_from_slice(out.host());
-            }
-            assert_close(&format!("{set} {name}.y"), &found, &g.f32(&format!("{name}.y")), OP);
-        }
+        common::reference::blocks(set, &open_golden(set).0, OP);
     }
 }
 

@@ -43,7 +43,7 @@ pub struct Flags {
     /// Runs the table of operations on the adapter alone, and names a wrong one
     #[arg(long, group = "input", conflicts_with = "devices")]
     ops: bool,
-    /// Reports on a card: a slice of the network (1.8 GB, written to the folder for temporary files and removed) on the CPU
+    /// Reports on a card: a slice of the network (1.7 GB, written to the folder for temporary files and removed) on the CPU
     /// and on the card, the rate of each kernel beside the card's own copy rate, and tokens/s
     #[arg(long, group = "input", conflicts_with_all = ["devices", "context"])]
     card: bool,
@@ -146,8 +146,8 @@ pub(super) fn compare(
                 Some(f.adapter.plan(gpu, other == Device::Gpu)?)
             }
         };
-        let model =
-            model::prepare(checkpoint.clone(), &f.machine, plan, context, true, cancel.clone(), progress)?;
+        let purpose = model::Purpose { context, all_logits: true, cancel: cancel.clone(), trace: None };
+        let model = model::prepare(checkpoint.clone(), &f.machine, plan, purpose, progress)?;
         let model = model::load(model, progress)?;
         progress.phase(format!("feeding {} tokens to the {}", ids.len(), model.device_name()));
         Ok::<_, Error>((model, begun.elapsed().as_secs_f64()))

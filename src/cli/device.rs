@@ -1,6 +1,6 @@
 //! Which device computes.
 
-use crate::compute::gpu::{AdapterEntry, Gpu, GpuOptions, self_test};
+use crate::compute::gpu::{AdapterEntry, AdapterKind, Faults, Gpu, GpuOptions, adapter, self_test};
 use crate::error::{Error, Kind, Result};
 use crate::model::GpuPlan;
 use crate::report::progress::{Progress, human};
@@ -96,12 +96,17 @@ impl AdapterFlags {
     /// Opens the adapter; its operations are not checked.
     pub fn open(&self, progress: &Progress) -> Result<Gpu> {
         progress.phase("opening the GPU");
+        let adapters = adapter::list();
+        let chosen = adapter::choose(&adapters, self.adapter.as_deref(), self.allow_software)?;
         Gpu::open(GpuOptions {
+            // A software adapter is there to judge the kernels that every adapter can run.
+            subgroups: adapters[chosen].kind != AdapterKind::Software,
             adapter: self.adapter.clone(),
             allow_software: self.allow_software,
             gpu_debug: self.gpu_debug,
             pipeline_cache: cache_folder(),
             vram_budget: self.vram,
+            faults: Faults { lose_after_submits: lose_after()?, ..Faults::default() },
             ..GpuOptions::default()
         })
     }
@@ -119,6 +124,21 @@ impl AdapterFlags {
         };
         log::info!("adapter {}, {} of GPU memory", gpu.name(), human(budget));
         Ok(GpuPlan { gpu, budget, everything })
+    }
+}
+
+/// `TRUNKLINE_LOSE_GPU_AFTER=N` loses the device on purpose after N submissions: how the tests see what a run does then.
+fn lose_after() -> Result<Option<u64>> {
+    let name = "TRUNKLINE_LOSE_GPU_AFTER";
+    let Some(value) = std::env::var_os(name) else { return Ok(None) };
+    let number = value.to_str().and_then(|v| v.parse().ok());
+    number.map(Some).ok_or_else(|| Error::usage(format!("{name} is not a number")))
+}
+
+/// Keeps the driver's compiled pipelines for the next start, where the driver has them to give.
+pub fn keep_pipelines(gpu: Option<&Gpu>) {
+    if let Some(Err(e)) = gpu.map(Gpu::save_pipeline_cache) {
+        log::warn!("{e}");
     }
 }
 

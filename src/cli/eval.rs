@@ -5,11 +5,13 @@ use super::{Global, RunFlags, model, output};
 use crate::error::{Error, Kind, Result};
 use crate::model::session::Session;
 use crate::report::progress::Progress;
+use crate::report::trace::{self, Trace};
 use crate::text::sampler::log_softmax_at;
 use clap::Args;
 use serde_json::json;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 #[derive(Args)]
@@ -64,6 +66,10 @@ impl LogitsFile {
 }
 
 pub fn run(f: &Flags, global: &Global) -> Result<()> {
+    trace::recorded(f.run.trace.as_deref(), |trace| measured(f, global, trace))
+}
+
+fn measured(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()> {
     let start = Instant::now();
     let cancel = model::interruptible()?;
     let progress = Progress::start(global.quiet);
@@ -87,7 +93,8 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
         ))
         .hint("raise --context"));
     }
-    let loaded = model::open(checkpoint, &f.run, global, context, true, cancel, &progress)?;
+    let purpose = model::Purpose { context, all_logits: true, cancel, trace };
+    let loaded = model::open(checkpoint, &f.run, global, purpose, &progress)?;
     let vocab = loaded.config().vocab_size;
     let mut file = match &f.logits {
         Some(path) => Some(LogitsFile::create(path, ids.len(), vocab)?),
@@ -117,6 +124,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
         }
         return Err(e);
     }
+    super::device::keep_pipelines(loaded.gpu());
     if let Some(file) = file {
         file.finish()?;
     }

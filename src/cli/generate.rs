@@ -7,6 +7,7 @@ use crate::error::{Error, Kind, Result};
 use crate::model::session::{Session, Synced};
 use crate::model::session_file::{self, Continuation};
 use crate::report::progress::{Progress, human};
+use crate::report::trace::{self, Trace};
 use crate::text::generate::{Listener, Outcome, Request, generate};
 use crate::text::sampler::{Sampler, SamplerParams};
 use crate::text::tokenizer::Tokenizer;
@@ -14,6 +15,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What the embedded demo continues when no prompt is given.
@@ -179,6 +181,10 @@ impl Listener for Printer<'_> {
 }
 
 pub fn run(f: &Flags, global: &Global) -> Result<()> {
+    trace::recorded(f.run.trace.as_deref(), |trace| continued(f, global, trace))
+}
+
+fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()> {
     let start = Instant::now();
     let params = SamplerParams {
         temperature: f.temperature,
@@ -217,7 +223,8 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
         true => f.stop_id.clone(),
         false => [f.stop_id.clone(), model::stop_ids(&checkpoint, tokenizer.as_ref())?].concat(),
     };
-    let loaded = model::open(checkpoint, &f.run, global, context, false, cancel, &progress)?;
+    let purpose = model::Purpose { context, all_logits: false, cancel, trace };
+    let loaded = model::open(checkpoint, &f.run, global, purpose, &progress)?;
     // Draws depend on these alone, and on the position.
     let how = serde_json::to_string(&(f.temperature, f.top_p, f.top_k, f.min_p, f.seed))
         .map_err(|e| Error::run("cannot encode the sampler").cause(e))?;
@@ -274,6 +281,7 @@ pub fn run(f: &Flags, global: &Global) -> Result<()> {
         &mut outcome,
     );
     progress.phase("finishing");
+    super::device::keep_pipelines(loaded.gpu());
     // A pending token is one that was chosen but not fed: it is found again by the run that goes on.
     let fed = session.tokens().len().saturating_sub(prompt.len());
     let pending = outcome.ids.get(fed).copied();
@@ -303,8 +311,13 @@ fn failed(e: Error, global: &Global, outcome: &Outcome, f: &Flags, progress: &Pr
     if e.kind() == Kind::Interrupted {
         progress.say(&format!("stopped after {} generated tokens", outcome.ids.len()));
     }
-    Ok(match &f.session {
-        Some(path) if e.hint_text().is_none() && e.kind() != Kind::ClosedPipe => e.hint(format!(
+    Ok(match (&f.session, e.kind()) {
+        (_, Kind::ClosedPipe) => e,
+        (Some(path), Kind::Device) => e.hint(format!(
+            "go on without the GPU: the same command with --device cpu --session {}",
+            path.display()
+        )),
+        (Some(path), _) if e.hint_text().is_none() => e.hint(format!(
             "the session is kept: the same command with --session {} goes on from it",
             path.display()
         )),

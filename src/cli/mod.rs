@@ -74,6 +74,9 @@ struct RunFlags {
     device: device::DeviceFlags,
     #[command(flatten)]
     machine: MachineFlags,
+    /// Writes a timeline for Perfetto or Chrome: layers, CPU operations, reads, uploads and GPU passes
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 /// What of the machine a run may take.
@@ -82,7 +85,8 @@ struct MachineFlags {
     /// Host memory to use, e.g. 20GB, 1.5GiB [default: what is free, less a margin]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more]
+    /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more; eval and compare: the tokens
+    /// fed]
     #[arg(long, value_name = "N", value_parser = positive)]
     context: Option<usize>,
     /// Compute threads [default: physical cores]
@@ -106,6 +110,12 @@ fn positive(text: &str) -> Result<usize, String> {
 
 /// Runs the program on the process's arguments and returns its exit code.
 pub fn main() -> u8 {
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+        // Mesa's drivers complain on stderr where a session has no such folder (over ssh, in containers); they only look
+        // for a display there, and nothing here needs one.
+        // SAFETY: the first thing the program does, while it has one thread.
+        unsafe { std::env::set_var("XDG_RUNTIME_DIR", std::env::temp_dir()) };
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {

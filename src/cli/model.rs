@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::memory::machine;
 use crate::model::{GpuPlan, Model, Options};
 use crate::report::progress::{Progress, human};
+use crate::report::trace::Trace;
 use crate::text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -74,19 +75,30 @@ pub fn stop_ids(checkpoint: &Checkpoint, tokenizer: Option<&Tokenizer>) -> Resul
     Ok(ids)
 }
 
-/// Plans and opens the model for `context` positions; prints the plan, then reads what stays in memory.
+/// What a model is opened for.
+pub struct Purpose {
+    /// Positions to plan for.
+    pub context: usize,
+    /// Whether the logits of every position are wanted.
+    pub all_logits: bool,
+    /// Set when the user wants to stop.
+    pub cancel: Arc<AtomicBool>,
+    /// Where the run is recorded, if it is.
+    pub trace: Option<Arc<Trace>>,
+}
+
+/// Plans and opens the model; prints the plan, then reads what stays in memory.
 pub fn open(
     checkpoint: Arc<Checkpoint>,
     flags: &RunFlags,
     global: &Global,
-    context: usize,
-    all_logits: bool,
-    cancel: Arc<AtomicBool>,
+    purpose: Purpose,
     progress: &Progress,
 ) -> Result<Arc<Model>> {
-    check_context(&checkpoint, context)?;
+    check_context(&checkpoint, purpose.context)?;
     let gpu = device::open(&flags.device, progress)?;
-    let model = prepare(checkpoint, &flags.machine, gpu, context, all_logits, cancel, progress)?;
+    let context = purpose.context;
+    let model = prepare(checkpoint, &flags.machine, gpu, purpose, progress)?;
     if global.json {
         super::output::json(&plan(&model, context))?;
     }
@@ -107,11 +119,10 @@ pub fn prepare(
     checkpoint: Arc<Checkpoint>,
     flags: &MachineFlags,
     gpu: Option<GpuPlan>,
-    context: usize,
-    all_logits: bool,
-    cancel: Arc<AtomicBool>,
+    purpose: Purpose,
     progress: &Progress,
 ) -> Result<Model> {
+    let Purpose { context, all_logits, cancel, trace } = purpose;
     let memory = machine::memory();
     let budget = match (flags.ram, memory) {
         (Some(ram), _) => ram,
@@ -132,6 +143,7 @@ pub fn prepare(
             io_depth: flags.io_depth,
             cancel,
             gpu,
+            trace,
         },
     )?;
     let p = model.placement();

@@ -9,6 +9,32 @@ use super::ops::mla::{MlaCache, Shape};
 use super::ops::moe::{Router, Routing};
 use super::ops::{kda, matmul, mla, moe, norm, residual};
 use crate::error::{Error, Kind, Result};
+use std::fmt;
+
+/// A part of the network, as profilers and traces name it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Section {
+    /// Zero-based layer, where it belongs to one.
+    pub layer: Option<usize>,
+    /// What of it.
+    pub part: &'static str,
+}
+
+impl Section {
+    /// Part of layer `i`.
+    pub fn of_layer(i: usize, part: &'static str) -> Section {
+        Section { layer: Some(i), part }
+    }
+}
+
+impl fmt::Display for Section {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.layer {
+            Some(i) => write!(f, "layer {i} / {}", self.part),
+            None => f.write_str(self.part),
+        }
+    }
+}
 
 /// What one pass of the KDA recurrence reads.
 pub struct Recurrence<'a, T> {
@@ -55,8 +81,8 @@ pub trait Backend {
     fn source_mut(s: &mut Self::Sources, i: usize) -> &mut Self::Tensor;
     /// Gives `t` a shape; the contents are unspecified.
     fn shape(&mut self, t: &mut Self::Tensor, rows: usize, cols: usize) -> Result<()>;
-    /// Names what follows for profilers, until the next call.
-    fn section(&mut self, name: std::fmt::Arguments<'_>) -> Result<()>;
+    /// Names what follows for profilers and traces, until the next call.
+    fn section(&mut self, section: Section) -> Result<()>;
     /// A layer is complete: what was recorded may start.
     fn end_layer(&mut self) -> Result<()>;
 
@@ -195,31 +221,44 @@ impl Backend for &Cpu {
         t.reshape(rows, cols);
         Ok(())
     }
-    fn section(&mut self, _name: std::fmt::Arguments<'_>) -> Result<()> {
+    fn section(&mut self, section: Section) -> Result<()> {
+        self.enter(section);
         Ok(())
     }
     fn end_layer(&mut self) -> Result<()> {
         Ok(())
     }
     fn copy(&mut self, from: &Tensor, to: &mut Tensor) -> Result<()> {
-        to.clone_from(from);
+        self.op("copy", || {
+            to.clone_from(from);
+            [to.rows(), to.cols()]
+        });
         Ok(())
     }
     fn gather(&mut self, from: &Tensor, rows: &[u32], to: &mut Tensor) -> Result<()> {
-        to.reshape(rows.len(), from.cols());
-        for (i, r) in rows.iter().enumerate() {
-            to.row_mut(i).copy_from_slice(from.row(*r as usize));
-        }
+        self.op("gather", || {
+            to.reshape(rows.len(), from.cols());
+            for (i, r) in rows.iter().enumerate() {
+                to.row_mut(i).copy_from_slice(from.row(*r as usize));
+            }
+            [to.rows(), to.cols()]
+        });
         Ok(())
     }
     fn scatter(&mut self, from: &Tensor, rows: &[u32], to: &mut Tensor) -> Result<()> {
-        for (i, r) in rows.iter().enumerate() {
-            to.row_mut(*r as usize).copy_from_slice(from.row(i));
-        }
+        self.op("scatter", || {
+            for (i, r) in rows.iter().enumerate() {
+                to.row_mut(*r as usize).copy_from_slice(from.row(i));
+            }
+            [rows.len(), from.cols()]
+        });
         Ok(())
     }
     fn add(&mut self, a: &mut Tensor, b: &Tensor) -> Result<()> {
-        matmul::add(a, b);
+        self.op("add", || {
+            matmul::add(a, b);
+            [a.rows(), a.cols()]
+        });
         Ok(())
     }
     fn check_finite(&mut self, x: &Tensor, layer: usize, position: usize) -> Result<()> {
@@ -231,19 +270,31 @@ impl Backend for &Cpu {
         }
     }
     fn rmsnorm(&mut self, x: &Tensor, w: &Tensor, eps: f32, y: &mut Tensor) -> Result<()> {
-        norm::rmsnorm(self, x, w, eps, y);
+        self.op("rmsnorm", || {
+            norm::rmsnorm(self, x, w, eps, y);
+            [y.rows(), y.cols()]
+        });
         Ok(())
     }
     fn l2norm(&mut self, x: &mut Tensor, dim: usize, eps: f32, scale: f32) -> Result<()> {
-        norm::l2norm(self, x, dim, eps, scale);
+        self.op("l2norm", || {
+            norm::l2norm(self, x, dim, eps, scale);
+            [x.rows(), x.cols()]
+        });
         Ok(())
     }
     fn matmul(&mut self, x: &Tensor, w: &Weight, y: &mut Tensor) -> Result<()> {
-        matmul::matmul(self, x, w, y);
+        self.op("matmul", || {
+            matmul::matmul(self, x, w, y);
+            [y.rows(), y.cols()]
+        });
         Ok(())
     }
     fn situ(&mut self, gate: &mut Tensor, up: &Tensor, beta: f32, linear_beta: f32) -> Result<()> {
-        matmul::situ(self, gate, up, beta, linear_beta);
+        self.op("situ", || {
+            matmul::situ(self, gate, up, beta, linear_beta);
+            [gate.rows(), gate.cols()]
+        });
         Ok(())
     }
     fn short_conv(
@@ -254,7 +305,10 @@ impl Backend for &Cpu {
         y: &mut Tensor,
         next: &mut Tensor,
     ) -> Result<()> {
-        kda::short_conv(self, u, w, history, y, next);
+        self.op("short_conv", || {
+            kda::short_conv(self, u, w, history, y, next);
+            [y.rows(), y.cols()]
+        });
         Ok(())
     }
     fn kda_gates(
@@ -265,8 +319,11 @@ impl Backend for &Cpu {
         dt_bias: &Tensor,
         lower_bound: f32,
     ) -> Result<()> {
-        kda::decay(self, z, a_log, dt_bias, lower_bound);
-        kda::sigmoid(self, beta);
+        self.op("kda_gates", || {
+            kda::decay(self, z, a_log, dt_bias, lower_bound);
+            kda::sigmoid(self, beta);
+            [z.rows(), z.cols()]
+        });
         Ok(())
     }
     fn recurrence(
@@ -276,15 +333,24 @@ impl Backend for &Cpu {
         next: &mut Tensor,
         o: &mut Tensor,
     ) -> Result<()> {
-        kda::recurrence(self, r, state, next, o);
+        self.op("recurrence", || {
+            kda::recurrence(self, r, state, next, o);
+            [o.rows(), o.cols()]
+        });
         Ok(())
     }
     fn norm_gate(&mut self, o: &mut Tensor, w: &Tensor, eps: f32, gate: &Tensor) -> Result<()> {
-        kda::norm_gate(self, o, w, eps, gate);
+        self.op("norm_gate", || {
+            kda::norm_gate(self, o, w, eps, gate);
+            [o.rows(), o.cols()]
+        });
         Ok(())
     }
     fn append(&mut self, c: &Tensor, w: &Tensor, eps: f32, pos: usize, cache: &mut MlaCache) -> Result<()> {
-        mla::append(c, w, eps, pos, cache);
+        self.op("append", || {
+            mla::append(c, w, eps, pos, cache);
+            [c.rows(), c.cols()]
+        });
         Ok(())
     }
     fn attend(
@@ -296,17 +362,28 @@ impl Backend for &Cpu {
         gate: Option<&Tensor>,
         o: &mut Tensor,
     ) -> Result<()> {
-        mla::attend(self, q, kv_b, cache, pos, o);
-        if let Some(gate) = gate {
-            matmul::gate_sigmoid(self, o, gate);
-        }
+        self.op("attend", || {
+            mla::attend(self, q, kv_b, cache, pos, o);
+            if let Some(gate) = gate {
+                matmul::gate_sigmoid(self, o, gate);
+            }
+            [o.rows(), o.cols()]
+        });
         Ok(())
     }
     fn route(&mut self, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut Routing) -> Result<()> {
-        moe::route(self, logits, bias, r, out)
+        let mut result = Ok(());
+        self.op("route", || {
+            result = moe::route(self, logits, bias, r, out);
+            [logits.rows(), r.chosen]
+        });
+        result
     }
     fn combine(&mut self, parts: &Tensor, routing: &Routing, sum: &mut Tensor) -> Result<()> {
-        moe::combine(self, parts, routing, sum);
+        self.op("combine", || {
+            moe::combine(self, parts, routing, sum);
+            [sum.rows(), sum.cols()]
+        });
         Ok(())
     }
     fn mix(
@@ -318,7 +395,10 @@ impl Backend for &Cpu {
         out: &mut Tensor,
         probs: &mut Tensor,
     ) -> Result<()> {
-        residual::mix(self, &sources[..count], w, eps, out, probs);
+        self.op("mix", || {
+            residual::mix(self, &sources[..count], w, eps, out, probs);
+            [out.rows(), out.cols()]
+        });
         Ok(())
     }
 }

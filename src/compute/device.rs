@@ -1,10 +1,12 @@
 //! Where a tensor lives and where it is computed.
 
+use super::backend::Section;
 use super::cpu::Isa;
 use crate::checkpoint::format::Matrix;
 use crate::error::{Error, Result};
 use crate::memory::slab::Slab;
-use std::sync::Arc;
+use crate::report::trace::{Details, Trace, Track, begin};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// f32 activations or state `[rows, cols]`, row-major.
 #[derive(Debug, Clone, Default)]
@@ -137,6 +139,9 @@ pub struct Cpu {
     /// The kernels in use.
     pub isa: Isa,
     pool: rayon::ThreadPool,
+    trace: Option<Arc<Trace>>,
+    /// What is being computed; kept only for the trace.
+    section: Mutex<Section>,
 }
 
 impl Cpu {
@@ -147,7 +152,29 @@ impl Cpu {
             .thread_name(|i| format!("compute-{i}"))
             .build()
             .map_err(|e| Error::machine(format!("cannot start {threads} compute threads")).cause(e))?;
-        Ok(Cpu { isa: Isa::detect()?, pool })
+        Ok(Cpu { isa: Isa::detect()?, pool, trace: None, section: Mutex::default() })
+    }
+
+    /// The same device, its operations recorded in `trace` if there is one.
+    pub fn traced(self, trace: Option<Arc<Trace>>) -> Cpu {
+        Cpu { trace, ..self }
+    }
+
+    /// Names what the operations to come belong to.
+    pub(super) fn enter(&self, section: Section) {
+        if self.trace.is_some() {
+            *self.section.lock().unwrap_or_else(PoisonError::into_inner) = section;
+        }
+    }
+
+    /// Runs an operation, which returns the rows and columns of its result; records it if there is a trace.
+    pub(super) fn op(&self, name: &'static str, f: impl FnOnce() -> [usize; 2]) {
+        let span = begin(&self.trace);
+        let shape = Some(f());
+        if let Some(span) = span {
+            let layer = self.section.lock().unwrap_or_else(PoisonError::into_inner).layer;
+            span.end(Track::CpuOps, name, Details { layer, shape, ..Details::default() });
+        }
     }
 
     /// Runs `f` on the pool, so that parallel iterators inside it use its threads.

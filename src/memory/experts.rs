@@ -5,6 +5,7 @@ use crate::checkpoint::names::{EXPERT_PARTS, expert_part_bytes};
 use crate::checkpoint::shards::Checkpoint;
 use crate::error::{Error, Result};
 use crate::report::counters::Counters;
+use crate::report::trace::{Details, Trace, Track, begin};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -47,6 +48,27 @@ pub struct ExpertStore {
     io: Arc<rayon::ThreadPool>,
     counters: Arc<Counters>,
     cancel: Arc<AtomicBool>,
+    trace: Option<Arc<Trace>>,
+}
+
+/// Reads an expert into the start of `slab`, counted, and recorded if there is a trace.
+pub fn read_expert(
+    checkpoint: &Checkpoint,
+    (layer, expert): (usize, usize),
+    slab: &mut Slab,
+    counters: &Counters,
+    trace: &Option<Arc<Trace>>,
+) -> Result<()> {
+    let bytes: usize = EXPERT_PARTS.iter().map(|p| expert_part_bytes(checkpoint.config(), *p)).sum();
+    let span = begin(trace);
+    checkpoint.read_expert(layer, expert, &mut slab.bytes_mut()[..bytes])?;
+    counters.nvme_bytes.add(bytes as u64);
+    if let Some(span) = span {
+        let shard = checkpoint.expert(layer, expert).ok().map(|e| e.shard[0]);
+        let details = Details { layer: Some(layer), bytes: Some(bytes as u64), shard, ..Details::default() };
+        span.end(Track::Reads, format!("layer {layer} / expert {expert}"), details);
+    }
+    Ok(())
 }
 
 impl ExpertStore {
@@ -57,6 +79,7 @@ impl ExpertStore {
         io: Arc<rayon::ThreadPool>,
         counters: Arc<Counters>,
         cancel: Arc<AtomicBool>,
+        trace: Option<Arc<Trace>>,
     ) -> ExpertStore {
         let bytes: usize = EXPERT_PARTS.iter().map(|p| expert_part_bytes(checkpoint.config(), *p)).sum();
         ExpertStore {
@@ -66,6 +89,7 @@ impl ExpertStore {
             io,
             counters,
             cancel,
+            trace,
         }
     }
 
@@ -170,17 +194,14 @@ impl ExpertStore {
         mut slab: Slab,
         sender: std::sync::mpsc::Sender<Result<(u32, Slab)>>,
     ) {
-        let (checkpoint, counters, cancel) =
-            (self.checkpoint.clone(), self.counters.clone(), self.cancel.clone());
-        let bytes: usize = EXPERT_PARTS.iter().map(|p| expert_part_bytes(checkpoint.config(), *p)).sum();
+        let (checkpoint, counters, cancel, trace) =
+            (self.checkpoint.clone(), self.counters.clone(), self.cancel.clone(), self.trace.clone());
         self.io.spawn(move || {
             let result = if cancel.load(Ordering::Relaxed) {
                 Err(Error::interrupted())
             } else {
-                checkpoint.read_expert(layer, expert as usize, &mut slab.bytes_mut()[..bytes]).map(|()| {
-                    counters.nvme_bytes.add(bytes as u64);
-                    (expert, slab)
-                })
+                read_expert(&checkpoint, (layer, expert as usize), &mut slab, &counters, &trace)
+                    .map(|()| (expert, slab))
             };
             // A closed channel means that the pass has ended: the slab goes back to the pool.
             let _ = sender.send(result);

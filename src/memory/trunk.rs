@@ -5,6 +5,7 @@ use super::slab::{Slab, SlabPool};
 use crate::checkpoint::shards::{Checkpoint, TensorRef};
 use crate::error::{Error, Kind, Result};
 use crate::report::counters::Counters;
+use crate::report::trace::{Details, Trace, Track, begin};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -90,6 +91,7 @@ struct Shared {
     counters: Arc<Counters>,
     cancel: Arc<AtomicBool>,
     io: Arc<rayon::ThreadPool>,
+    trace: Option<Arc<Trace>>,
     ring: Option<Arc<SlabPool>>,
 }
 
@@ -98,7 +100,11 @@ impl Shared {
         self.cancel.load(Ordering::Relaxed)
     }
 
-    fn read(&self, unit: &Unit, slab: &mut Slab) -> Result<()> {
+    /// Reads unit `i`.
+    fn read(&self, i: usize, slab: &mut Slab) -> Result<()> {
+        let unit = &self.units[i];
+        // The last unit is the output head.
+        let layer = (i + 1 < self.units.len()).then_some(i);
         let mut rest = slab.bytes_mut();
         let mut start = 0u64;
         let mut jobs = Vec::new();
@@ -119,6 +125,7 @@ impl Shared {
             for (run, at, piece) in jobs {
                 let failed = &failed;
                 scope.spawn(move |_| {
+                    let span = begin(&self.trace);
                     let result = if self.cancelled() {
                         Err(Error::interrupted())
                     } else {
@@ -132,7 +139,15 @@ impl Shared {
                         .map_err(|e| e.tensor(run.name.clone()))
                     };
                     match result {
-                        Ok(()) => self.counters.nvme_bytes.add(piece.len() as u64),
+                        Ok(()) => {
+                            let bytes = piece.len() as u64;
+                            self.counters.nvme_bytes.add(bytes);
+                            if let Some(span) = span {
+                                let (bytes, shard) = (Some(bytes), Some(run.shard));
+                                let details = Details { layer, bytes, shard, ..Details::default() };
+                                span.end(Track::Reads, run.name.clone(), details);
+                            }
+                        }
                         Err(e) => {
                             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
                         }
@@ -165,17 +180,19 @@ pub struct TrunkParts {
     pub cancel: Arc<AtomicBool>,
     /// The threads that read.
     pub io: Arc<rayon::ThreadPool>,
+    /// Where reads are recorded, if they are.
+    pub trace: Option<Arc<Trace>>,
 }
 
 impl Trunk {
     /// A trunk of which nothing has been read yet.
     pub fn new(parts: TrunkParts) -> Trunk {
-        let TrunkParts { checkpoint, units, resident, counters, cancel, io } = parts;
+        let TrunkParts { checkpoint, units, resident, counters, cancel, io, trace } = parts;
         let largest = units.iter().zip(&resident).filter(|(_, r)| !**r).map(|(u, _)| u.bytes()).max();
         let ring = largest.and_then(|b| usize::try_from(b).ok()).map(|b| SlabPool::new(b, RING));
         Trunk {
             resident: resident.iter().map(|r| r.then(OnceLock::new)).collect(),
-            shared: Arc::new(Shared { checkpoint, units, counters, cancel, io, ring }),
+            shared: Arc::new(Shared { checkpoint, units, counters, cancel, io, trace, ring }),
             pending: Mutex::default(),
         }
     }
@@ -199,7 +216,7 @@ impl Trunk {
     pub fn read_once(&self, i: usize) -> Result<Arc<Slab>> {
         let bytes = usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
         let mut slab = Slab::new(bytes)?;
-        self.shared.read(self.unit(i), &mut slab)?;
+        self.shared.read(i, &mut slab)?;
         Ok(Arc::new(slab))
     }
 
@@ -212,7 +229,7 @@ impl Trunk {
             let bytes =
                 usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
             let mut slab = Slab::new(bytes)?;
-            self.shared.read(self.unit(i), &mut slab)?;
+            self.shared.read(i, &mut slab)?;
             return Ok(cell.get_or_init(|| Arc::new(slab)).clone());
         }
         let slab = loop {
@@ -258,7 +275,7 @@ impl Trunk {
         let shared = self.shared.clone();
         self.shared.io.spawn(move || {
             let result = ring.take(&|| shared.cancelled()).and_then(|mut slab| {
-                shared.read(&shared.units[i], &mut slab)?;
+                shared.read(i, &mut slab)?;
                 Ok(slab)
             });
             // A closed channel means that nobody waits any more: the slab goes back to the ring.

@@ -6,11 +6,13 @@ use super::state::{AnyState, LayerState, State};
 use super::weights::{Expert, Layer};
 use super::{Model, Observer, Point, transfer};
 use crate::checkpoint::config::Config;
-use crate::compute::backend::Backend;
+use crate::checkpoint::names;
+use crate::compute::backend::{Backend, Section};
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
 use crate::error::{Error, Kind, Result};
+use crate::report::trace::{Details, Track, begin};
 use std::sync::Arc;
 
 /// Which logits a pass returns.
@@ -204,7 +206,7 @@ impl Model {
         for i in 0..config.layers.len() {
             layers.push(match &self.gpu {
                 Some(side) if self.on_gpu[i] => {
-                    let mut device = GpuBackend::new(&side.gpu, &mut work, false);
+                    let mut device = GpuBackend::new(&side.gpu, &mut work, self.trace.clone());
                     AnyState::Gpu(transfer::state(&mut device, config, i, self.context)?)
                 }
                 _ => AnyState::Cpu(transfer::state(&mut &self.cpu, config, i, self.context)?),
@@ -255,19 +257,50 @@ impl Model {
         want: Logits,
     ) -> Result<()> {
         let config = self.config();
-        let n = config.layers.len();
         let count = sources(config);
         s.cpu.blocks = 0;
         (&mut &self.cpu).shape_sources(&mut s.cpu.sources, count, ids.len(), config.hidden_size)?;
         self.embed(ids, &mut s.cpu.sources[0])?;
-        let mut at = At::Cpu;
         let mut work = std::mem::take(&mut s.work);
-        let mut device = self.gpu.as_ref().map(|side| GpuBackend::new(&side.gpu, &mut work, false));
+        let mut device =
+            self.gpu.as_ref().map(|side| GpuBackend::new(&side.gpu, &mut work, self.trace.clone()));
+        let result = self.layers(&mut run, device.as_mut(), state, s, want);
+        // What was on its way when a pass ended early belongs to the trace too.
+        let traced = device.as_mut().map_or(Ok(()), GpuBackend::collect_traces);
+        drop(device);
+        s.work = work;
+        result.and(traced)?;
+        let first = run.pos + ids.len() - s.logits.rows();
+        for t in 0..s.logits.rows() {
+            if !vector::all_finite(s.logits.row(t)) {
+                return Err(Error::new(Kind::NonFinite, "a logit is not finite").position(first + t));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every layer and the output head, each on its device; what they need beside it is carried over.
+    fn layers(
+        &self,
+        run: &mut Run<'_>,
+        mut device: Option<&mut GpuBackend<'_>>,
+        state: &mut State,
+        s: &mut Scratch,
+        want: Logits,
+    ) -> Result<()> {
+        let n = self.config().layers.len();
+        let count = sources(self.config());
+        let mut at = At::Cpu;
         for i in 0..=n {
             run.seen.layer(i, n);
             self.check_cancelled()?;
+            let span = begin(&self.trace);
             if let Some(device) = &mut device {
                 let goal = if self.on_gpu[i] { At::Gpu } else { At::Cpu };
+                let layer = (i < n).then_some(i);
+                if at != goal {
+                    device.section(Section { layer, part: "activations" })?;
+                }
                 match (at, goal) {
                     (At::Cpu, At::Gpu) => to_gpu(device, s, count)?,
                     (At::Gpu, At::Cpu) => to_cpu(device, s)?,
@@ -276,24 +309,21 @@ impl Model {
                 at = goal;
             }
             if i == n {
-                self.head(&mut run, at, device.as_mut(), s, want)?;
-                break;
-            }
-            match (&mut state.layers[i], &self.gpu, &mut device) {
-                (AnyState::Cpu(state), _, _) => run.cpu_layer(i, state, &mut s.cpu),
-                (AnyState::Gpu(state), Some(side), Some(device)) => {
-                    run.gpu_layer(i, side, device, state, &mut s.gpu)
+                self.head(run, at, device.as_deref_mut(), s, want)?;
+            } else {
+                match (&mut state.layers[i], &self.gpu, &mut device) {
+                    (AnyState::Cpu(state), _, _) => run.cpu_layer(i, state, &mut s.cpu),
+                    (AnyState::Gpu(state), Some(side), Some(device)) => {
+                        run.gpu_layer(i, side, device, state, &mut s.gpu)
+                    }
+                    _ => Err(Error::run("the state is of another model")),
                 }
-                _ => Err(Error::run("the state is of another model")),
+                .map_err(|e| e.layer(i))?;
             }
-            .map_err(|e| e.layer(i))?;
-        }
-        drop(device);
-        s.work = work;
-        let first = run.pos + ids.len() - s.logits.rows();
-        for t in 0..s.logits.rows() {
-            if !vector::all_finite(s.logits.row(t)) {
-                return Err(Error::new(Kind::NonFinite, "a logit is not finite").position(first + t));
+            if let Some(span) = span {
+                let name = if i == n { "output head".to_string() } else { format!("layer {i}") };
+                let (layer, pass) = ((i < n).then_some(i), Some(run.number));
+                span.end(Track::Layers, name, Details { layer, pass, ..Details::default() });
             }
         }
         Ok(())
@@ -344,7 +374,7 @@ impl Model {
         let out = match (&mut state.layers[i], &self.gpu) {
             (AnyState::Gpu(state), Some(side)) => {
                 let layer = side.layer(i)?;
-                let mut device = GpuBackend::new(&side.gpu, &mut s.work, false);
+                let mut device = GpuBackend::new(&side.gpu, &mut s.work, self.trace.clone());
                 let mut input = GpuBuf::default();
                 device.upload(x, &mut input)?;
                 let experts = &mut ResidentExperts(layer);
@@ -368,8 +398,14 @@ impl Model {
     fn embed(&self, ids: &[u32], h: &mut Tensor) -> Result<()> {
         h.reshape(ids.len(), self.config().hidden_size);
         for (t, id) in ids.iter().enumerate() {
+            let span = begin(&self.trace);
             self.embedding.row(*id, h.row_mut(t))?;
-            self.counters.nvme_bytes.add(self.embedding.row_bytes());
+            let bytes = self.embedding.row_bytes();
+            self.counters.nvme_bytes.add(bytes);
+            if let Some(span) = span {
+                let (bytes, shard) = (Some(bytes), Some(self.embedding.table.shard));
+                span.end(Track::Reads, names::EMBED, Details { bytes, shard, ..Details::default() });
+            }
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use crate::checkpoint::names::{EXPERT_PARTS, expert_part_bytes};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuWork};
 use crate::compute::gpu::{Gpu, GpuMatrix};
 use crate::error::{Error, Result};
+use crate::memory::experts::read_expert;
 use crate::memory::slab::Slab;
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -81,7 +82,7 @@ impl Model {
         let config = self.config();
         let n = config.layers.len();
         let mut work = GpuWork::default();
-        let mut device = GpuBackend::new(&side.gpu, &mut work, false);
+        let mut device = GpuBackend::new(&side.gpu, &mut work, self.trace.clone());
         let bytes: usize = EXPERT_PARTS.iter().map(|p| expert_part_bytes(config, *p)).sum();
         for i in (0..n).filter(|i| self.on_gpu[*i]) {
             seen.layer(i, n);
@@ -97,8 +98,7 @@ impl Model {
                 for e in 0..config.moe.experts {
                     self.check_cancelled()?;
                     let mut slab = Slab::new(bytes)?;
-                    self.checkpoint.read_expert(i, e, &mut slab.bytes_mut()[..bytes])?;
-                    self.counters.nvme_bytes.add(bytes as u64);
+                    read_expert(&self.checkpoint, (i, e), &mut slab, &self.counters, &self.trace)?;
                     let slab = Arc::new(slab);
                     let host = Expert::bind(config, &slab)?;
                     experts.push(transfer::expert(&mut device, i, e, &host).map_err(|e| e.layer(i))?);

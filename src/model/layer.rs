@@ -4,7 +4,7 @@ use super::state::{KdaState, LayerState};
 use super::weights::{AttentionWeights, Expert, FfnWeights, Gate, Head, Kda, Layer, Mla, Mlp, Moe, Query};
 use super::{Observer, Point};
 use crate::checkpoint::config::Config;
-use crate::compute::backend::{Backend, Recurrence};
+use crate::compute::backend::{Backend, Recurrence, Section};
 use crate::compute::ops::moe;
 use crate::error::{Error, Result};
 
@@ -116,7 +116,7 @@ impl<B: Backend> Pass<'_, B> {
         s: &mut Scratch<B>,
     ) -> Result<()> {
         let c = self.config;
-        self.device.section(format_args!("layer {i} / attention"))?;
+        self.device.section(Section::of_layer(i, "attention"))?;
         self.mix(&w.attn_mix, s)?;
         self.show(Point::AttnRes, i, &s.mixed)?;
         self.show(Point::AttnProbs, i, &s.probs)?;
@@ -135,7 +135,7 @@ impl<B: Backend> Pass<'_, B> {
         } else {
             self.device.add(sum, &s.out)?;
         }
-        self.device.section(format_args!("layer {i} / feed-forward"))?;
+        self.device.section(Section::of_layer(i, "feed-forward"))?;
         self.mix(&w.ffn_mix, s)?;
         self.show(Point::FfnRes, i, &s.mixed)?;
         self.show(Point::FfnProbs, i, &s.probs)?;
@@ -159,7 +159,7 @@ impl<B: Backend> Pass<'_, B> {
         logits: &mut B::Tensor,
     ) -> Result<()> {
         let (c, n) = (self.config, self.config.layers.len());
-        self.device.section(format_args!("output head"))?;
+        self.device.section(Section { layer: None, part: "output head" })?;
         self.mix(&w.mix, s)?;
         self.show(Point::FinalRes, n, &s.mixed)?;
         self.show(Point::FinalProbs, n, &s.probs)?;
@@ -183,6 +183,7 @@ impl<B: Backend> Pass<'_, B> {
         state: &mut DeviceState<B>,
         s: &'s mut Scratch<B>,
     ) -> Result<&'s B::Tensor> {
+        self.device.section(Section::of_layer(i, "block"))?;
         self.device.copy(x, &mut s.x)?;
         match point {
             Point::AttnOut => self.attention(w, state, s)?,

@@ -21,6 +21,7 @@ use crate::memory::experts::ExpertStore;
 use crate::memory::place::{self, Demand, Placement};
 use crate::memory::trunk::{Trunk, TrunkParts, Unit};
 use crate::report::counters::Counters;
+use crate::report::trace::Trace;
 use forward::Scratch;
 use gpu::GpuSide;
 use half::bf16;
@@ -95,6 +96,8 @@ pub struct Options {
     pub cancel: Arc<AtomicBool>,
     /// The GPU, if one is to be used.
     pub gpu: Option<GpuPlan>,
+    /// Where operations, reads and uploads are recorded, if they are.
+    pub trace: Option<Arc<Trace>>,
 }
 
 /// What is to be done with a GPU.
@@ -180,6 +183,7 @@ pub struct Model {
     context: usize,
     counters: Arc<Counters>,
     cancel: Arc<AtomicBool>,
+    trace: Option<Arc<Trace>>,
     passes: AtomicU64,
 }
 
@@ -246,13 +250,14 @@ impl Model {
         let bound =
             Bound { layers: config.layers.iter().map(|_| OnceLock::new()).collect(), head: OnceLock::new() };
         Ok(Model {
-            cpu: Cpu::new(options.threads)?,
+            cpu: Cpu::new(options.threads)?.traced(options.trace.clone()),
             experts: ExpertStore::new(
                 checkpoint.clone(),
                 usize::try_from(placement.expert_slots).unwrap_or(usize::MAX),
                 io.clone(),
                 counters.clone(),
                 options.cancel.clone(),
+                options.trace.clone(),
             ),
             trunk: Trunk::new(TrunkParts {
                 checkpoint: checkpoint.clone(),
@@ -261,6 +266,7 @@ impl Model {
                 counters: counters.clone(),
                 cancel: options.cancel.clone(),
                 io,
+                trace: options.trace.clone(),
             }),
             expert_bytes: expert_bytes as u64,
             embedding,
@@ -273,6 +279,7 @@ impl Model {
             context: options.context,
             counters,
             cancel: options.cancel,
+            trace: options.trace,
             passes: AtomicU64::new(0),
             checkpoint,
         })

@@ -2,7 +2,7 @@
 
 use super::Model;
 use super::state::{AnyState, LayerState, State};
-use crate::compute::backend::Backend;
+use crate::compute::backend::{Backend, Section};
 use crate::compute::device::Tensor;
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuWork};
 use crate::error::{Error, Result};
@@ -39,7 +39,8 @@ impl Model {
                     let gpu = &self.gpu_side()?.gpu;
                     match layer {
                         LayerState::Kda { now, .. } => {
-                            let mut device = GpuBackend::new(gpu, &mut work, false);
+                            let mut device = GpuBackend::new(gpu, &mut work, self.trace.clone());
+                            device.section(Section::of_layer(i, "state"))?;
                             let mut take = |t: &GpuBuf| device.download(t).map(Cow::Owned);
                             for (n, conv) in ["conv_q", "conv_k", "conv_v"].iter().zip(&now.conv) {
                                 out.push((name(n), take(conv)?));
@@ -90,7 +91,8 @@ impl Model {
                     let gpu = &self.gpu_side()?.gpu;
                     match layer {
                         LayerState::Kda { now, .. } => {
-                            let mut device = GpuBackend::new(gpu, &mut work, false);
+                            let mut device = GpuBackend::new(gpu, &mut work, self.trace.clone());
+                            device.section(Section::of_layer(i, "state"))?;
                             for (n, conv) in ["conv_q", "conv_k", "conv_v"].iter().zip(&mut now.conv) {
                                 device.upload(&read(&name(n), past, p)?, conv)?;
                             }

@@ -4,7 +4,7 @@ use super::layer::{DeviceLayer, DeviceState};
 use super::state::{KdaState, LayerState, mla_shape};
 use super::weights::{AttentionWeights, Expert, FfnWeights, Gate, Head, Kda, Layer, Mla, Mlp, Moe, Query};
 use crate::checkpoint::config::{Attention, Config};
-use crate::compute::backend::Backend;
+use crate::compute::backend::{Backend, Section};
 use crate::compute::device::{Tensor, Weight};
 use crate::error::Result;
 
@@ -82,6 +82,7 @@ impl<B: Backend> Transfer<'_, B> {
 
 /// The trunk of layer `i` on `device`.
 pub fn layer<B: Backend>(device: &mut B, config: &Config, i: usize, host: &Layer) -> Result<DeviceLayer<B>> {
+    device.section(Section::of_layer(i, "trunk"))?;
     let mut t = Transfer { device, label: format!("layer {i}") };
     Ok(Layer {
         input_norm: t.tensor(&host.input_norm)?,
@@ -103,6 +104,7 @@ pub fn layer<B: Backend>(device: &mut B, config: &Config, i: usize, host: &Layer
 
 /// The output norm, mix and head on `device`.
 pub fn head<B: Backend>(device: &mut B, host: &Head) -> Result<Head<B::Weight, B::Tensor>> {
+    device.section(Section { layer: None, part: "output head" })?;
     let mut t = Transfer { device, label: "output".into() };
     Ok(Head {
         mix: t.tensor(&host.mix)?,
@@ -118,6 +120,7 @@ pub fn expert<B: Backend>(
     e: usize,
     host: &Expert,
 ) -> Result<Expert<B::Weight>> {
+    device.section(Section::of_layer(layer, "experts"))?;
     let mut t = Transfer { device, label: format!("layer {layer} / expert {e}") };
     Ok(Expert {
         w1: t.weight(&host.w1, "mxfp4 w1")?,
@@ -133,6 +136,7 @@ pub fn state<B: Backend>(
     i: usize,
     capacity: usize,
 ) -> Result<DeviceState<B>> {
+    device.section(Section::of_layer(i, "state"))?;
     if config.layers[i].attention == Attention::Mla {
         return Ok(LayerState::Mla(device.cache(mla_shape(config), capacity)?));
     }

@@ -2,6 +2,7 @@
 //! waits in a temporary file, and the second is held against it value by value.
 
 mod spool;
+mod table;
 
 use crate::compute::gpu::{AdapterEntry, Gpu, ops_table};
 use crate::error::{Error, Result};
@@ -141,6 +142,9 @@ impl Speed {
 /// What one device did.
 #[derive(Debug, Clone, Serialize)]
 pub struct DeviceRun {
+    /// What the logits may differ by from another device's.
+    #[serde(skip)]
+    gate: f64,
     /// `cpu`, `gpu`, or `hybrid`.
     pub device: &'static str,
     /// The adapter's name, if one took part.
@@ -254,6 +258,7 @@ fn device_run(
 ) -> Result<DeviceRun> {
     let [prefill, decode] = timed(model, ids, chunk, seen)?;
     Ok(DeviceRun {
+        gate: logits_gate(model.gpu()),
         device: model.device_name(),
         adapter: model.gpu().map(|g| g.name().to_owned()),
         gpu_layers: model.gpu_layers(),
@@ -266,9 +271,9 @@ fn device_run(
 }
 
 /// What the logits may differ by between the CPU and an adapter.
-pub fn logits_gate(adapter: Option<&str>) -> f64 {
-    match adapter {
-        Some(name) if name.contains("SwiftShader") => LOGITS_GATE_WIDE,
+fn logits_gate(gpu: Option<&Gpu>) -> f64 {
+    match gpu {
+        Some(gpu) if gpu.uses_subgroups() || gpu.name().contains("SwiftShader") => LOGITS_GATE_WIDE,
         _ => LOGITS_GATE,
     }
 }
@@ -325,8 +330,7 @@ impl First {
         let (others, nll) = observed(model, &ids, chunk, &mut held, seen)?;
         let second = device_run(model, &ids, chunk, load_s, nll, seen)?;
         let worst = held.worst();
-        let adapter = second.adapter.as_deref().or(run.adapter.as_deref());
-        let gate = logits_gate(adapter);
+        let gate = run.gate.max(second.gate);
         let error = worst.get(&What::Logits).map_or(f64::NAN, Worst::relative);
         let disagreements: Vec<Disagreement> = tokens
             .iter()
@@ -390,52 +394,6 @@ impl Comparison {
                 ));
             }
         }
-        out
-    }
-
-    /// The tables as text.
-    pub fn text(&self) -> String {
-        let mut out = String::new();
-        if let Some(ops) = &self.ops {
-            out.push_str(&ops.text());
-            out.push('\n');
-        }
-        let [a, b] = &self.devices;
-        let _ = writeln!(out, "{:<20} {:>9} {:>9}  {:<12} experts differ", "layer", "out", "worst", "at");
-        let last = self.layers.len().saturating_sub(1);
-        for l in &self.layers {
-            let name = if l.layer == last { "head".to_owned() } else { l.layer.to_string() };
-            let differ = if l.experts_differ == 0 { String::new() } else { l.experts_differ.to_string() };
-            let line =
-                format!("{name:<20} {:>9.1e} {:>9.1e}  {:<12} {differ}", l.out, l.worst, l.worst_point);
-            let _ = writeln!(out, "{}", line.trim_end());
-        }
-        let LogitsReport { error, gate } = self.logits;
-        let _ = writeln!(out, "{:<20} {error:>9.1e}  (at most {gate:.0e})\n", "logits");
-        let _ = writeln!(out, "greedy tokens agree at {} of {} positions", self.greedy.agree, self.greedy.of);
-        for d in &self.greedy.disagreements {
-            let ok = if d.margin <= MARGIN_GATE { "a near tie" } else { "WRONG" };
-            let _ = writeln!(
-                out,
-                "  position {}: {} and {}, margin {:.1e} of the largest logit: {ok}",
-                d.position, d.tokens[0], d.tokens[1], d.margin
-            );
-        }
-        let _ = writeln!(out, "\n{:<20} {:>14} {:>14}", "", a.device, b.device);
-        type Row = (&'static str, fn(&DeviceRun) -> String);
-        let rows: [Row; 7] = [
-            ("nll", |d| format!("{:.6}", d.nll)),
-            ("load s", |d| format!("{:.2}", d.load_s)),
-            ("prefill tokens", |d| d.prefill.tokens.to_string()),
-            ("prefill tokens/s", |d| format!("{:.2}", d.prefill.tokens_per_s)),
-            ("decode tokens", |d| d.decode.tokens.to_string()),
-            ("decode tokens/s", |d| format!("{:.2}", d.decode.tokens_per_s)),
-            ("layers on the GPU", |d| d.gpu_layers.to_string()),
-        ];
-        for (name, value) in rows {
-            let _ = writeln!(out, "{name:<20} {:>14} {:>14}", value(a), value(b));
-        }
-        let _ = writeln!(out, "\n{}", if self.passed { "passed" } else { "FAILED" });
         out
     }
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code, unused_imports)]
 
 pub mod golden;
+pub mod reference;
 pub mod tiny;
 
 pub use golden::{Golden, assert_close, golden_dir};
@@ -37,6 +38,7 @@ pub fn open(checkpoint: Arc<Checkpoint>, threads: usize, budget: u64) -> Arc<Mod
         io_depth: 4,
         cancel: Arc::new(AtomicBool::new(false)),
         gpu: None,
+        trace: None,
     };
     if budget > 0 {
         return Arc::new(Model::open(checkpoint, options(budget)).unwrap());

@@ -6,12 +6,15 @@ use super::matrix::GpuMatrix;
 use super::ops::kda::{Decay, KdaGate, KdaStep};
 use super::ops::mla::{AttendScratch, LatentCache, MlaAttend, MlaShape};
 use super::ops::moe::Route;
-use super::recorder::{PassTime, Readback, Recorder, Submission};
-use crate::compute::backend::{Backend, Recurrence};
+use super::recorder::{Readback, Recorder, Submission};
+use super::timeline::{self, SubmissionTrace};
+use crate::compute::backend::{Backend, Recurrence, Section};
 use crate::compute::device::{Tensor, Weight};
 use crate::compute::ops::mla::Shape;
 use crate::compute::ops::moe::{Router, Routing};
 use crate::error::{Error, Kind, Result};
+use crate::report::trace::{Details, Trace, Track, begin};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Added to the sum of the chosen scores before they are divided by it.
@@ -65,58 +68,53 @@ pub struct GpuWork {
     routing: GpuBuf,
 }
 
-/// When a submission was handed over and known to be complete, and the passes in it.
-#[derive(Debug, Clone)]
-pub struct SubmissionTrace {
-    /// Before the commands were handed over.
-    pub submitted: Instant,
-    /// When its completion was seen.
-    pub completed: Instant,
-    /// Its passes.
-    pub passes: Vec<PassTime>,
-}
-
 /// One pass on the GPU.
 pub struct GpuBackend<'g> {
     gpu: &'g Gpu,
     work: &'g mut GpuWork,
     recorder: Option<Recorder<'g>>,
-    section: String,
+    section: Section,
     /// Flags of the finite checks, and what each flag stands for.
     flags: Option<GpuTensor>,
     checks: Vec<(usize, usize)>,
-    /// Whether passes are timed, and what was.
-    timed: bool,
-    waiting: Vec<(Instant, Submission)>,
-    /// Timed submissions, once seen to be complete.
-    pub traces: Vec<SubmissionTrace>,
+    /// Where times go, and the submissions whose times are still to come.
+    trace: Option<Arc<Trace>>,
+    waiting: Vec<Waiting>,
+}
+
+/// A submission that was not seen complete yet.
+struct Waiting {
+    section: Section,
+    submitted: Instant,
+    submission: Submission,
 }
 
 impl<'g> GpuBackend<'g> {
-    /// A pass that begins now. `timed` measures every operation, where the adapter can.
-    pub fn new(gpu: &'g Gpu, work: &'g mut GpuWork, timed: bool) -> GpuBackend<'g> {
+    /// A pass that begins now. With a trace every operation is timed where the adapter can, and whole submissions
+    /// where it cannot.
+    pub fn new(gpu: &'g Gpu, work: &'g mut GpuWork, trace: Option<Arc<Trace>>) -> GpuBackend<'g> {
         GpuBackend {
             gpu,
             work,
             recorder: None,
-            section: String::new(),
+            section: Section::default(),
             flags: None,
             checks: Vec::new(),
-            timed: timed && gpu.has_timestamps(),
+            trace,
             waiting: Vec::new(),
-            traces: Vec::new(),
         }
     }
 
     fn recorder(&mut self) -> &mut Recorder<'g> {
-        let (gpu, timed, section) = (self.gpu, self.timed, &self.section);
+        let (gpu, timed, section) = (self.gpu, self.trace.is_some(), self.section);
         self.recorder.get_or_insert_with(|| {
-            let mut r = gpu.record(section);
+            let section = section.to_string();
+            let mut r = gpu.record(&section);
             if timed {
                 r.time_passes();
             }
             if !section.is_empty() {
-                r.enter(section);
+                r.enter(&section);
             }
             r
         })
@@ -126,10 +124,10 @@ impl<'g> GpuBackend<'g> {
     pub fn submit(&mut self) -> Result<()> {
         if let Some(mut r) = self.recorder.take() {
             r.leave();
-            let before = Instant::now();
+            let submitted = Instant::now();
             let submission = r.submit()?;
-            if self.timed {
-                self.waiting.push((before, submission));
+            if self.trace.is_some() {
+                self.waiting.push(Waiting { section: self.section, submitted, submission });
             }
         }
         Ok(())
@@ -158,12 +156,24 @@ impl<'g> GpuBackend<'g> {
         Ok(words)
     }
 
-    fn collect_traces(&mut self) -> Result<()> {
-        let completed = Instant::now();
-        for (submitted, submission) in self.waiting.drain(..) {
-            let passes = submission.pass_times(self.gpu)?;
-            self.traces.push(SubmissionTrace { submitted, completed, passes });
+    /// Hands the times of what was submitted to the trace, if there is one. Waits for it to complete.
+    pub fn collect_traces(&mut self) -> Result<()> {
+        let Some(trace) = &self.trace else { return Ok(()) };
+        if let Some(last) = self.waiting.last() {
+            last.submission.wait(self.gpu)?;
         }
+        let completed = Instant::now();
+        let mut done = Vec::with_capacity(self.waiting.len());
+        for w in self.waiting.drain(..) {
+            done.push(SubmissionTrace {
+                layer: w.section.layer,
+                label: w.section.to_string(),
+                submitted: w.submitted,
+                completed,
+                passes: w.submission.pass_times(self.gpu)?,
+            });
+        }
+        timeline::record(trace, self.gpu.name(), &done);
         Ok(())
     }
 
@@ -197,7 +207,14 @@ impl<'g> Backend for GpuBackend<'g> {
     fn upload(&mut self, from: &Tensor, to: &mut GpuBuf) -> Result<()> {
         // A write comes before all that is submitted after it: what still waits to be submitted must not see it.
         self.submit()?;
-        to.shape(self.gpu, from.rows(), from.cols())?.write(self.gpu, from.host())
+        let span = begin(&self.trace);
+        to.shape(self.gpu, from.rows(), from.cols())?.write(self.gpu, from.host())?;
+        if let Some(span) = span {
+            let bytes = Some(4 * from.host().len() as u64);
+            let details = Details { layer: self.section.layer, bytes, ..Details::default() };
+            span.end(Track::Uploads, self.section.to_string(), details);
+        }
+        Ok(())
     }
     fn download(&mut self, from: &GpuBuf) -> Result<Tensor> {
         let t = from.get()?;
@@ -206,7 +223,15 @@ impl<'g> Backend for GpuBackend<'g> {
         Ok(Tensor::from_vec(t.rows, t.cols, words.into_iter().map(f32::from_bits).collect()))
     }
     fn weight(&mut self, from: &Weight, row_multiple: usize, label: &str) -> Result<GpuMatrix> {
-        GpuMatrix::upload(self.gpu, &from.matrix(), row_multiple, label)
+        let span = begin(&self.trace);
+        let matrix = GpuMatrix::upload(self.gpu, &from.matrix(), row_multiple, label)?;
+        if let Some(span) = span {
+            let bytes = Some(from.matrix().bytes() as u64);
+            let shape = Some([from.rows(), from.cols()]);
+            let details = Details { layer: self.section.layer, bytes, shape, ..Details::default() };
+            span.end(Track::Uploads, label.to_owned(), details);
+        }
+        Ok(matrix)
     }
     fn taps(&mut self, w: &Tensor) -> Result<GpuBuf> {
         let (taps, channels) = (w.rows(), w.cols());
@@ -240,12 +265,12 @@ impl<'g> Backend for GpuBackend<'g> {
     fn shape(&mut self, t: &mut GpuBuf, rows: usize, cols: usize) -> Result<()> {
         t.shape(self.gpu, rows, cols).map(|_| ())
     }
-    fn section(&mut self, name: std::fmt::Arguments<'_>) -> Result<()> {
+    fn section(&mut self, section: Section) -> Result<()> {
         if let Some(r) = &mut self.recorder {
             r.leave();
-            r.enter(&name.to_string());
+            r.enter(&section.to_string());
         }
-        self.section = name.to_string();
+        self.section = section;
         Ok(())
     }
     fn end_layer(&mut self) -> Result<()> {

@@ -19,6 +19,7 @@ pub mod rates;
 pub mod recorder;
 pub mod reference;
 pub mod table;
+pub mod timeline;
 
 pub use adapter::{AdapterEntry, AdapterKind, Vram};
 pub use buffer::{GpuSlots, GpuTensor};
