@@ -19,7 +19,7 @@ use std::time::Instant;
 const TOKENS: u32 = 24;
 
 /// Two layers, one of each kind of attention and of each kind of feed-forward. On a card the hidden and expert widths are
-/// the release's, and heads, dense MLP, experts and vocabulary are fewer, so that it is 1.8 GB.
+/// the release's, and heads, dense MLP, experts and vocabulary are fewer, so that it is 1.7 GB.
 fn options(software: bool) -> SynthOptions {
     let layers = Some(2);
     match software {

@@ -43,7 +43,7 @@ pub struct Flags {
     /// Runs the table of operations on the adapter alone, and names a wrong one
     #[arg(long, group = "input", conflicts_with = "devices")]
     ops: bool,
-    /// Reports on a card: a slice of the network (1.8 GB, written to the folder for temporary files and removed) on the CPU
+    /// Reports on a card: a slice of the network (1.7 GB, written to the folder for temporary files and removed) on the CPU
     /// and on the card, the rate of each kernel beside the card's own copy rate, and tokens/s
     #[arg(long, group = "input", conflicts_with_all = ["devices", "context"])]
     card: bool,

@@ -85,7 +85,8 @@ struct MachineFlags {
     /// Host memory to use, e.g. 20GB, 1.5GiB [default: what is free, less a margin]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more]
+    /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more; eval and compare: the tokens
+    /// fed]
     #[arg(long, value_name = "N", value_parser = positive)]
     context: Option<usize>,
     /// Compute threads [default: physical cores]

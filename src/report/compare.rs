@@ -1,21 +1,18 @@
 //! The same ids on two devices, one device after the other, so that both need not fit at once: what the first computed
 //! waits in a temporary file, and the second is held against it value by value.
 
+mod spool;
 mod table;
 
 use crate::compute::gpu::{AdapterEntry, Gpu, ops_table};
-use crate::compute::ops::moe::Routing;
-use crate::compute::{cpu::vector, device::Tensor};
 use crate::error::{Error, Result};
 use crate::model::session::Session;
 use crate::model::{Model, Observer, Point};
-use crate::text::sampler::log_softmax_at;
 use serde::Serialize;
+use spool::{POINTS, Spool, What, Worst, number, observed};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs::File;
-use std::io::{BufReader, BufWriter, Read, Seek, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// What the logits may differ by, as a share of the largest.
@@ -166,26 +163,6 @@ pub struct DeviceRun {
     pub decode: Speed,
 }
 
-/// How far the second device's values are from the first's.
-#[derive(Debug, Clone, Copy, Default)]
-struct Worst {
-    difference: f64,
-    largest: f64,
-}
-
-impl Worst {
-    fn add(&mut self, first: f32, second: f32) {
-        let worse = |a: f64, b: f64| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) };
-        self.difference = worse(self.difference, (f64::from(first) - f64::from(second)).abs());
-        self.largest = worse(self.largest, f64::from(first).abs());
-    }
-
-    /// `max|second-first| / max|first|` over all positions.
-    fn relative(&self) -> f64 {
-        if self.difference == 0.0 { 0.0 } else { self.difference / self.largest }
-    }
-}
-
 /// Errors of one layer.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayerReport {
@@ -255,156 +232,6 @@ pub struct Comparison {
     pub logits: LogitsReport,
     /// The greedy tokens.
     pub greedy: GreedyReport,
-}
-
-/// What a value of the file is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum What {
-    Layer(usize, u8),
-    Logits,
-}
-
-/// Points in the order in which reports name them.
-const POINTS: [(Point, &str); 13] = [
-    (Point::AttnRes, "attn_res"),
-    (Point::AttnProbs, "attn_probs"),
-    (Point::AttnIn, "attn_in"),
-    (Point::AttnOut, "attn_out"),
-    (Point::FfnRes, "ffn_res"),
-    (Point::FfnProbs, "ffn_probs"),
-    (Point::FfnIn, "ffn_in"),
-    (Point::LatentSum, "latent_sum"),
-    (Point::FfnOut, "ffn_out"),
-    (Point::Out, "out"),
-    (Point::FinalRes, "final_res"),
-    (Point::FinalProbs, "final_probs"),
-    (Point::FinalNorm, "final_norm"),
-];
-
-fn number(point: Point) -> u8 {
-    POINTS.iter().position(|(p, _)| *p == point).unwrap_or(0) as u8
-}
-
-/// Where the values of a pass go.
-enum Side {
-    /// Those of the first device, into the file.
-    Write(BufWriter<File>),
-    /// Those of the second, held against the file.
-    Read { file: BufReader<File>, next: usize, worst: BTreeMap<What, Worst> },
-}
-
-struct Spool {
-    side: Side,
-    /// What the file holds, in order, with the number of values.
-    held: Vec<(What, usize)>,
-    /// Expert sets by layer, a sorted list a position.
-    experts: Vec<Vec<Vec<u32>>>,
-    failed: Option<Error>,
-}
-
-impl Spool {
-    fn values(&mut self, what: What, values: &[f32]) -> Result<()> {
-        match &mut self.side {
-            Side::Write(file) => {
-                self.held.push((what, values.len()));
-                let bytes: &[u8] = bytemuck::cast_slice(values);
-                file.write_all(bytes).map_err(|e| Error::io("cannot write to the temporary file", e))
-            }
-            Side::Read { file, next, worst } => {
-                if self.held.get(*next) != Some(&(what, values.len())) {
-                    return Err(Error::run("the devices computed other tensors").expected(
-                        format_args!("{:?}", self.held.get(*next)),
-                        format_args!("{what:?} of {}", values.len()),
-                    ));
-                }
-                *next += 1;
-                let mut first = vec![0f32; values.len()];
-                let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut first);
-                file.read_exact(bytes).map_err(|e| Error::io("cannot read the temporary file", e))?;
-                let worst = worst.entry(what).or_default();
-                first.iter().zip(values).for_each(|(a, b)| worst.add(*a, *b));
-                Ok(())
-            }
-        }
-    }
-
-    fn keep(&mut self, result: Result<()>) {
-        if let Err(e) = result {
-            self.failed.get_or_insert(e);
-        }
-    }
-}
-
-/// Sees a pass and hands its tensors on.
-struct Watch<'a> {
-    spool: &'a Mutex<Spool>,
-    seen: &'a mut dyn Observer,
-}
-
-fn lock(spool: &Mutex<Spool>) -> MutexGuard<'_, Spool> {
-    spool.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Observer for Watch<'_> {
-    fn layer(&mut self, i: usize, n: usize) {
-        self.seen.layer(i, n);
-    }
-    fn wants_tensors(&self) -> bool {
-        true
-    }
-    fn tensor(&mut self, point: Point, i: usize, values: &Tensor) {
-        let mut spool = lock(self.spool);
-        if spool.failed.is_none() {
-            let result = spool.values(What::Layer(i, number(point)), values.host());
-            spool.keep(result);
-        }
-    }
-    fn routing(&mut self, i: usize, routing: &Routing) {
-        let mut spool = lock(self.spool);
-        if spool.experts.len() <= i {
-            spool.experts.resize(i + 1, Vec::new());
-        }
-        for experts in routing.experts.chunks(routing.chosen.max(1)) {
-            let mut set = experts.to_vec();
-            set.sort_unstable();
-            spool.experts[i].push(set);
-        }
-    }
-}
-
-/// The greedy token of a row, and how far the second best is, as a share of the largest |logit|.
-fn greedy(row: &[f32]) -> Result<(u32, f64)> {
-    let best = vector::argmax(row).ok_or_else(|| Error::run("there are no logits"))?;
-    let largest = row.iter().fold(0f32, |m, v| m.max(v.abs()));
-    let second = row.iter().enumerate().filter(|(i, _)| *i != best).map(|(_, v)| *v).fold(f32::MIN, f32::max);
-    let margin = f64::from(row[best] - second) / f64::from(largest.max(f32::MIN_POSITIVE));
-    Ok((best as u32, margin))
-}
-
-/// Feeds `ids` to a new sequence, its tensors to `spool`; the greedy tokens with their margins, and the NLL.
-fn observed(
-    model: &Arc<Model>,
-    ids: &[u32],
-    chunk: usize,
-    spool: &Mutex<Spool>,
-    seen: &mut dyn Observer,
-) -> Result<(Vec<(u32, f64)>, f64)> {
-    let mut session = Session::new(model.clone())?;
-    let (mut tokens, mut sum) = (Vec::with_capacity(ids.len()), 0.0);
-    for part in ids.chunks(chunk) {
-        let mut watch = Watch { spool, seen: &mut *seen };
-        session.feed_all(part, &mut watch, &mut |position, row| {
-            if let Some(next) = ids.get(position + 1) {
-                sum -= log_softmax_at(row, *next);
-            }
-            tokens.push(greedy(row)?);
-            lock(spool).values(What::Logits, row)
-        })?;
-        if let Some(e) = lock(spool).failed.take() {
-            return Err(e);
-        }
-    }
-    Ok((tokens, sum / (ids.len() - 1) as f64))
 }
 
 /// Feeds `ids` once more, unobserved, for the times.
@@ -477,12 +304,9 @@ impl First {
             return Err(Error::usage("a comparison needs at least 2 tokens").expected("2 or more", ids.len()));
         }
         let chunk = chunk.clamp(1, model.most_tokens());
-        let file = tempfile::tempfile().map_err(|e| Error::io("cannot make a temporary file", e))?;
-        let side = Side::Write(BufWriter::new(file));
-        let spool = Mutex::new(Spool { side, held: Vec::new(), experts: Vec::new(), failed: None });
-        let (tokens, nll) = observed(model, ids, chunk, &spool, seen)?;
+        let mut spool = Spool::create()?;
+        let (tokens, nll) = observed(model, ids, chunk, &mut spool, seen)?;
         let run = device_run(model, ids, chunk, load_s, nll, seen)?;
-        let spool = spool.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(First { ids: ids.to_vec(), chunk, spool, tokens, run })
     }
 
@@ -502,17 +326,10 @@ impl First {
             return Err(Error::run("the second device takes fewer tokens in a pass")
                 .expected(format_args!("{chunk} or more"), model.most_tokens()));
         }
-        let fail = |e| Error::io("cannot read the temporary file", e);
-        let Side::Write(file) = spool.side else { return Err(Error::run("nothing was recorded")) };
-        let mut file = file.into_inner().map_err(|e| fail(e.into_error()))?;
-        file.rewind().map_err(fail)?;
-        let side = Side::Read { file: BufReader::new(file), next: 0, worst: BTreeMap::new() };
-        let first_experts = spool.experts;
-        let spool = Mutex::new(Spool { side, held: spool.held, experts: Vec::new(), failed: None });
-        let (others, nll) = observed(model, &ids, chunk, &spool, seen)?;
+        let mut held = spool.compared()?;
+        let (others, nll) = observed(model, &ids, chunk, &mut held, seen)?;
         let second = device_run(model, &ids, chunk, load_s, nll, seen)?;
-        let Spool { side, experts, .. } = spool.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let Side::Read { worst, .. } = side else { return Err(Error::run("nothing was compared")) };
+        let worst = held.worst();
         let gate = run.gate.max(second.gate);
         let error = worst.get(&What::Logits).map_or(f64::NAN, Worst::relative);
         let disagreements: Vec<Disagreement> = tokens
@@ -528,9 +345,7 @@ impl First {
             failures: Vec::new(),
             positions: ids.len(),
             chunk,
-            layers: (0..=layers)
-                .map(|i| layer_report(i, i == layers, &worst, &first_experts, &experts))
-                .collect(),
+            layers: (0..=layers).map(|i| layer_report(i, i == layers, &worst, &held)).collect(),
             logits: LogitsReport { error, gate },
             greedy: GreedyReport {
                 agree: tokens.len() - disagreements.len(),
@@ -547,13 +362,7 @@ impl First {
     }
 }
 
-fn layer_report(
-    layer: usize,
-    head: bool,
-    worst: &BTreeMap<What, Worst>,
-    first: &[Vec<Vec<u32>>],
-    second: &[Vec<Vec<u32>>],
-) -> LayerReport {
+fn layer_report(layer: usize, head: bool, worst: &BTreeMap<What, Worst>, held: &Spool) -> LayerReport {
     let mut report = LayerReport { layer, out: f64::NAN, worst: 0.0, worst_point: "", experts_differ: 0 };
     let last = if head { Point::FinalNorm } else { Point::Out };
     for (point, name) in POINTS {
@@ -566,9 +375,7 @@ fn layer_report(
             (report.worst, report.worst_point) = (error, name);
         }
     }
-    if let (Some(a), Some(b)) = (first.get(layer), second.get(layer)) {
-        report.experts_differ = a.iter().zip(b).filter(|(a, b)| a != b).count();
-    }
+    report.experts_differ = held.experts_differ(layer);
     report
 }
 
@@ -588,27 +395,5 @@ impl Comparison {
             }
         }
         out
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn not_a_number_stays() {
-        let mut w = Worst::default();
-        w.add(2.0, 2.5);
-        assert_eq!(w.relative(), 0.25);
-        w.add(1.0, f32::NAN);
-        w.add(1.0, 1.0);
-        assert!(w.relative().is_nan());
-    }
-
-    #[test]
-    fn margins_are_shares_of_the_largest_logit() {
-        assert_eq!(greedy(&[1.0, -8.0, 3.0]).unwrap(), (2, 0.25));
-        assert_eq!(greedy(&[3.0, 3.0]).unwrap(), (0, 0.0));
-        assert!(greedy(&[]).is_err());
     }
 }
