@@ -11,6 +11,7 @@ use crate::compute::backend::{Backend, Section};
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
+use crate::compute::gpu::mla;
 use crate::error::{Error, Kind, Result};
 use crate::report::trace::{Details, Track, begin};
 use std::sync::Arc;
@@ -55,6 +56,16 @@ impl Scratch {
     pub fn bytes(c: &Config, tokens: usize, all_logits: bool) -> u64 {
         let logits = if all_logits { tokens } else { 1 } * c.vocab_size;
         4 * (tokens * values_per_token(c) + logits) as u64
+    }
+
+    /// Bytes that a pass of `tokens` tokens at up to `context` positions needs on a GPU: the buffers of a pass, those that
+    /// results replace their input in, and the room that attention works in.
+    pub fn device_bytes(c: &Config, tokens: usize, context: usize, all_logits: bool) -> u64 {
+        let splits = mla::splits(context);
+        let attend = tokens * c.mla.heads * (2 * c.mla.kv_lora_rank + splits * (c.mla.kv_lora_rank + 2));
+        // Flags, routing and row numbers are small, but there are many of them.
+        let small = 256 << 10;
+        2 * Scratch::bytes(c, tokens, all_logits) + 4 * attend as u64 + small
     }
 
     /// Tokens of a pass whose widest buffer stays within `limit` bytes.

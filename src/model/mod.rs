@@ -14,7 +14,7 @@ use crate::checkpoint::config::{Config, Ffn};
 use crate::checkpoint::names;
 use crate::checkpoint::shards::{Checkpoint, TensorRef};
 use crate::compute::device::{Cpu, Tensor};
-use crate::compute::gpu::Gpu;
+use crate::compute::gpu::{Gpu, mla};
 use crate::compute::ops::moe::Routing;
 use crate::error::{Error, Result};
 use crate::memory::experts::ExpertStore;
@@ -212,7 +212,10 @@ impl Model {
                 let whole: Vec<u64> = (0..=n)
                     .map(|i| units[i].bytes() + device_bytes(config, i, expert_bytes, options.context))
                     .collect();
-                place::fill_device(plan, Scratch::bytes(config, chunk, options.all_logits), &whole)?
+                let tokens =
+                    chunk.min(Scratch::most_tokens(config, plan.gpu.binding_limit(), options.all_logits));
+                let scratch = Scratch::device_bytes(config, tokens, options.context, options.all_logits);
+                place::fill_device(plan, scratch, &whole)?
             }
         };
         let on_cpu = |i: &usize| !on_gpu[*i];
@@ -379,7 +382,9 @@ fn device_bytes(config: &Config, i: usize, expert_bytes: usize, context: usize) 
         None => 0,
         Some(l) => {
             let experts = if l.ffn == Ffn::Moe { config.moe.experts * expert_bytes } else { 0 };
-            experts as u64 + state::layer_bytes(config, i, context)
+            // Rows and buffers are padded on the device: a few bytes for each of its tensors.
+            let padding = 64 * (64 + if l.ffn == Ffn::Moe { 6 * config.moe.experts } else { 0 });
+            (experts + padding) as u64 + state::layer_bytes(config, i, mla::planned_rows(context))
         }
     }
 }

@@ -26,6 +26,7 @@ pub use buffer::{GpuSlots, GpuTensor};
 pub use device::{Faults, Gpu, GpuOptions};
 pub use matrix::{Format, GpuMatrix};
 pub use ops::kda::{Decay, KdaGate, KdaStep};
+pub use ops::mla;
 pub use ops::mla::{AttendScratch, LatentCache, MlaAttend, MlaShape};
 pub use ops::moe::{Route, Routing};
 pub use ops::values::FloatRules;

@@ -21,6 +21,17 @@ const MAX_SPLITS: usize = 64;
 /// context of 2^20, so that the splits, and with them the bits, do not depend on the chunks.
 const CHUNK_KEYS: usize = 16 << 10;
 
+/// Splits of the keys that attention over `context` positions works with at most.
+pub fn splits(context: usize) -> usize {
+    context.div_ceil(SPLIT_KEYS).clamp(1, MAX_SPLITS)
+}
+
+/// Positions that a cache planned for `context` has room for: whole chunks.
+pub fn planned_rows(context: usize) -> usize {
+    let chunk = context.next_power_of_two().clamp(SPLIT_KEYS, CHUNK_KEYS);
+    context.max(1).next_multiple_of(chunk)
+}
+
 /// Dimensions of an MLA layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MlaShape {
