@@ -148,6 +148,8 @@ fn bad_usage_exits_2_with_one_line() {
         vec!["generate", "--max-tokens", "0"],
         vec!["generate", "--save-every", "5s", "--ids", "1"],
         vec!["generate", "--ram", "lots", "--ids", "1"],
+        vec!["generate", "--io-depth", "999999999", "--ids", "1"],
+        vec!["generate", "--threads", "0", "--ids", "1"],
         vec!["no-such-verb"],
         vec![],
     ] {

@@ -90,14 +90,22 @@ struct MachineFlags {
     #[arg(long, value_name = "N", value_parser = positive)]
     context: Option<usize>,
     /// Compute threads [default: physical cores]
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
     /// Tokens per prefill chunk
     #[arg(long, value_name = "N", default_value = "256", value_parser = positive)]
     prefill_chunk: usize,
     /// Reads in flight
-    #[arg(long, value_name = "N", default_value = "8", value_parser = positive)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = threads)]
     io_depth: usize,
+}
+
+/// A number of threads: each read in flight has one too.
+fn threads(text: &str) -> Result<usize, String> {
+    match positive(text) {
+        Ok(n) if n <= 1024 => Ok(n),
+        _ => Err("expected a whole number from 1 to 1024".into()),
+    }
 }
 
 /// A whole number of at least 1.
