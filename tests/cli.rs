@@ -478,3 +478,57 @@ fn c18_a_value_that_is_not_finite_ends_the_run() {
     let last = events.last().unwrap();
     assert_eq!((&last["event"], &last["exit"]), (&"error".into(), &1.into()));
 }
+
+#[test]
+fn what_is_no_regular_file_is_never_replaced() {
+    let m = model("base");
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().display().to_string();
+    for args in [
+        vec!["eval", "--model", &m, "--ids", "1,2,3", "--logits", &folder],
+        vec!["generate", "--model", &m, "--ids", "1", "--session", &folder],
+        vec!["generate", "--model", &m, "--ids", "1", "--trace", &folder],
+    ] {
+        fails(&run(&args), 1, &["no regular file", &folder]);
+    }
+    assert!(dir.path().is_dir());
+    // A link is followed, not replaced.
+    let (file, link) = (dir.path().join("s.session"), dir.path().join("link"));
+    std::fs::write(&file, b"").unwrap();
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let out = run(&["eval", "--model", &m, "--ids", "1,2,3", "--logits", &link.display().to_string()]);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    assert!(link.is_symlink() && std::fs::metadata(&file).unwrap().len() > 1000);
+}
+
+#[test]
+fn usage_errors_are_one_line_and_name_the_flag() {
+    for (args, part) in [
+        (vec!["generate", "--bogus"], "--bogus"),
+        (vec!["generate", "--max-tokens", "-5"], "--max-tokens"),
+        (vec!["generate", "--ids", "1", "--prompt", "x"], "--prompt"),
+    ] {
+        let out = run(&args);
+        fails(&out, 2, &[part]);
+        let err = text(&out.stderr);
+        assert!(err.lines().all(|l| l.starts_with("error: ") || l.starts_with("hint: ")), "{err}");
+    }
+}
+
+#[test]
+fn an_early_failure_ends_its_json_too() {
+    let m = model("base");
+    let out = run(&["generate", "--model", &m, "--ids", "512", "--json"]);
+    let events = lines(&out);
+    assert_eq!((events.len(), &events[0]["event"], &events[0]["exit"]), (1, &"error".into(), &2.into()));
+}
+
+#[test]
+fn folders_of_different_models_are_refused() {
+    let (a, b) = (model("base"), model("toggles"));
+    fails(
+        &run(&["generate", "--model", &a, "--model", &b, "--ids", "1"]),
+        3,
+        &["different models", "toggles"],
+    );
+}

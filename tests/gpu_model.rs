@@ -130,7 +130,7 @@ fn layers_shared_between_gpu_and_cpu_equal_the_reference() {
         model.gpu().map_or(0, |g| g.bytes_used())
     };
     let mut kinds = Vec::new();
-    for budget in [0, all / 5, all / 2, 1 << 30] {
+    for budget in [0, all * 3 / 4, all, 1 << 30] {
         let plan = GpuPlan { gpu: gpu(GpuOptions::default()), budget, everything: false };
         let model = open("toggles", Some(plan)).unwrap();
         kinds.push((model.device_name(), model.gpu_layers()));

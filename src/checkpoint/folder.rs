@@ -79,6 +79,15 @@ impl Disk {
         if dirs.is_empty() {
             return Err(Error::usage("no model folder was named").hint("give --model PATH"));
         }
+        // A further folder may hold copies of the small files, but not those of another model.
+        let config = |d: &PathBuf| std::fs::read(d.join("config.json")).ok();
+        if let Some(first) = dirs.first().and_then(config)
+            && let Some(other) = dirs.iter().skip(1).find(|d| config(d).is_some_and(|c| c != first))
+        {
+            return Err(Error::refused("the folders hold different models")
+                .file(other)
+                .expected("the config.json of the first folder, or none", "another"));
+        }
         Ok(Disk { dirs })
     }
 }

@@ -5,6 +5,7 @@ use super::{Global, RunFlags, model, output};
 use crate::error::{Error, Kind, Result};
 use crate::model::session::Session;
 use crate::report::progress::Progress;
+use crate::report::target;
 use crate::report::trace::{self, Trace};
 use crate::text::sampler::log_softmax_at;
 use clap::Args;
@@ -38,9 +39,9 @@ struct LogitsFile {
 
 impl LogitsFile {
     fn create(path: &Path, rows: usize, cols: usize) -> Result<LogitsFile> {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let fail = |e| Error::io("cannot write the logits", e).file(path);
-        let file = tempfile::Builder::new().prefix(".trunkline-logits-").tempfile_in(folder).map_err(fail)?;
+        let path = target::resolve(path)?;
+        let fail = |e| Error::io("cannot write the logits", e).file(&path);
+        let file = target::unfinished(&path, ".trunkline-logits-").map_err(fail)?;
         let header =
             json!({"logits": {"dtype": "F32", "shape": [rows, cols], "data_offsets": [0, 4 * rows * cols]}});
         // The format aligns the data to 8 bytes by spaces after the header.
@@ -50,7 +51,7 @@ impl LogitsFile {
         out.write_all(&(text.len() as u64).to_le_bytes())
             .and_then(|()| out.write_all(text.as_bytes()))
             .map_err(fail)?;
-        Ok(LogitsFile { out, path: path.to_path_buf() })
+        Ok(LogitsFile { out, path })
     }
 
     fn row(&mut self, logits: &[f32]) -> Result<()> {

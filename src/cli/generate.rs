@@ -7,6 +7,7 @@ use crate::error::{Error, Kind, Result};
 use crate::model::session::{Session, Synced};
 use crate::model::session_file::{self, Continuation};
 use crate::report::progress::{Progress, human};
+use crate::report::target;
 use crate::report::trace::{self, Trace};
 use crate::text::generate::{Listener, Outcome, Request, generate};
 use crate::text::sampler::{Sampler, SamplerParams};
@@ -37,7 +38,7 @@ pub struct Flags {
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', group = "input")]
     ids: Option<Vec<u32>>,
     /// The most ids to generate
-    #[arg(long, value_name = "N", default_value = "64", value_parser = super::positive)]
+    #[arg(long, value_name = "N", default_value = "64", value_parser = super::positive, allow_negative_numbers = true)]
     max_tokens: usize,
     /// Divides the logits before sampling; 0 takes the likeliest id
     #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true)]
@@ -46,13 +47,13 @@ pub struct Flags {
     #[arg(long, value_name = "X", default_value = "1", allow_negative_numbers = true)]
     top_p: f32,
     /// Samples from this many likeliest ids; 0 is all
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true)]
     top_k: usize,
     /// Samples from ids at least this likely compared with the likeliest
     #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true)]
     min_p: f32,
     /// Seeds the sampling
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true)]
     seed: u64,
     /// Ends the text where this appears; may be given several times
     #[arg(long, value_name = "TEXT")]
@@ -197,6 +198,10 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
     if f.stop.iter().any(String::is_empty) {
         return Err(Error::usage("--stop is empty"));
     }
+    if let Some(session) = &f.session {
+        // Told before hours of work.
+        target::resolve(session)?;
+    }
     let cancel = model::interruptible()?;
     let progress = Progress::start(global.quiet);
     let checkpoint = model::checkpoint(&f.run.model, &progress)?;
@@ -300,13 +305,8 @@ fn continued(f: &Flags, global: &Global, trace: Option<Arc<Trace>>) -> Result<()
 
 /// Ends a run that failed or was interrupted: says what was reached, and where it is kept.
 fn failed(e: Error, global: &Global, outcome: &Outcome, f: &Flags, progress: &Progress) -> Result<Error> {
-    if global.json && e.kind() != Kind::ClosedPipe {
-        output::json(&json!({
-            "event": "error",
-            "exit": e.kind().exit_code(),
-            "message": e.to_string(),
-            "ids": outcome.ids,
-        }))?;
+    if global.json {
+        output::error_event(&e, &outcome.ids)?;
     }
     if e.kind() == Kind::Interrupted {
         progress.say(&format!("stopped after {} generated tokens", outcome.ids.len()));
@@ -336,7 +336,8 @@ fn finish(
 ) -> Result<()> {
     let seconds = |d: Duration| (d.as_secs_f64() * 1e4).round() / 1e4;
     let made = outcome.ids.len() - outcome.restored;
-    let rate = made as f64 / outcome.decode.as_secs_f64().max(1e-9);
+    // The first token comes with the prefill; each further one is a step.
+    let rate = made.saturating_sub(1) as f64 / outcome.decode.as_secs_f64().max(1e-9);
     let bytes = model.counters().bytes();
     let experts = model.counters().experts();
     if global.json {

@@ -13,6 +13,7 @@ mod tokenize;
 mod verify;
 
 use crate::error::{Error, Kind};
+use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use std::io::Write;
 use std::path::PathBuf;
@@ -87,16 +88,16 @@ struct MachineFlags {
     ram: Option<u64>,
     /// Positions to plan for [default: 4096, or the prompt plus --max-tokens if that is more; eval and compare: the tokens
     /// fed]
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = positive, allow_negative_numbers = true)]
     context: Option<usize>,
     /// Compute threads [default: physical cores]
-    #[arg(long, value_name = "N", value_parser = threads)]
+    #[arg(long, value_name = "N", value_parser = threads, allow_negative_numbers = true)]
     threads: Option<usize>,
     /// Tokens per prefill chunk
-    #[arg(long, value_name = "N", default_value = "256", value_parser = positive)]
+    #[arg(long, value_name = "N", default_value = "256", value_parser = positive, allow_negative_numbers = true)]
     prefill_chunk: usize,
     /// Reads in flight
-    #[arg(long, value_name = "N", default_value = "8", value_parser = threads)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = threads, allow_negative_numbers = true)]
     io_depth: usize,
 }
 
@@ -118,6 +119,10 @@ fn positive(text: &str) -> Result<usize, String> {
 
 /// Runs the program on the process's arguments and returns its exit code.
 pub fn main() -> u8 {
+    if std::env::var_os("TRUNKLINE_MODEL").is_some_and(|v| v.is_empty()) {
+        // SAFETY: as below.
+        unsafe { std::env::remove_var("TRUNKLINE_MODEL") };
+    }
     if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
         // Mesa's drivers complain on stderr where a session has no such folder (over ssh, in containers); they only look
         // for a display there, and nothing here needs one.
@@ -127,10 +132,13 @@ pub fn main() -> u8 {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
-            // Help and version are answers, not errors. A closed pipe loses nobody's work here.
-            let code = if e.use_stderr() { Kind::Usage.exit_code() } else { 0 };
-            let _ = e.print();
-            return code;
+            // Help and version are answers, not errors, and so is the help after no verb at all. A closed pipe loses
+            // nobody's work here.
+            if !e.use_stderr() || e.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+                let _ = e.print();
+                return if e.use_stderr() { Kind::Usage.exit_code() } else { 0 };
+            }
+            return report(&usage(&e));
         }
     };
     let level = match cli.global.verbose {
@@ -149,8 +157,24 @@ pub fn main() -> u8 {
     };
     match result {
         Ok(()) => 0,
-        Err(e) => report(&e),
+        Err(e) => {
+            let runs = matches!(cli.verb, Verb::Generate(_) | Verb::Eval(_));
+            if runs && cli.global.json {
+                // A failure before the run began; one within it has been written with what was reached. The error itself
+                // matters more than one of writing it.
+                let _ = output::error_event(&e, &[]);
+            }
+            report(&e)
+        }
     }
+}
+
+/// What the parser says of wrong usage, as one line.
+fn usage(e: &clap::Error) -> Error {
+    let text = e.render().to_string();
+    let message: Vec<&str> = text.lines().map(str::trim).take_while(|l| !l.is_empty()).collect();
+    let line = message.join(" ");
+    Error::usage(line.strip_prefix("error: ").unwrap_or(&line)).hint("--help lists the flags of a verb")
 }
 
 /// Prints an error once, and its hint; returns the exit code.

@@ -10,6 +10,7 @@ use super::session::Session;
 use crate::compute::device::Tensor;
 use crate::error::{Error, Result};
 use crate::memory::read::read_exact_at;
+use crate::report::target;
 use safetensors::tensor::{Dtype, TensorView};
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
@@ -73,16 +74,13 @@ pub fn save(session: &Session, more: &Continuation, path: &Path) -> Result<()> {
         .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(dtype, shape, bytes)?)))
         .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
         .map_err(|e| fail("lay out", &e))?;
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let temporary = tempfile::Builder::new()
-        .prefix(".trunkline-session-")
-        .tempfile_in(folder)
-        .map_err(|e| fail("create", &e))?;
+    let path = target::resolve(path)?;
+    let temporary = target::unfinished(&path, ".trunkline-session-").map_err(|e| fail("create", &e))?;
     safetensors::serialize_to_file(views, Some(metadata), temporary.path()).map_err(|e| fail("write", &e))?;
     temporary.as_file().sync_all().map_err(|e| fail("flush", &e))?;
-    temporary.persist(path).map_err(|e| fail("rename", &e.error))?;
+    temporary.persist(&path).map_err(|e| fail("rename", &e.error))?;
     // The rename itself must survive a power cut.
-    File::open(folder).and_then(|f| f.sync_all()).map_err(|e| fail("flush the folder of", &e))
+    File::open(target::folder(&path)).and_then(|f| f.sync_all()).map_err(|e| fail("flush the folder of", &e))
 }
 
 /// Reads a session of `model` from `path`. A file of another model, of another version, or one that is damaged is

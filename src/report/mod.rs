@@ -4,4 +4,5 @@ pub mod card;
 pub mod compare;
 pub mod counters;
 pub mod progress;
+pub mod target;
 pub mod trace;

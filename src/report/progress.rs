@@ -65,7 +65,7 @@ impl Shared {
 impl Progress {
     /// Starts reporting to stderr, unless `quiet`.
     pub fn start(quiet: bool) -> Progress {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared { phase: Mutex::new("starting".into()), ..Shared::default() });
         let terminal = std::io::stderr().is_terminal();
         let bar = (terminal && !quiet).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());

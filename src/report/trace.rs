@@ -3,6 +3,7 @@
 //! Nothing is recorded, and no clock is read, unless a trace was asked for: the places that are timed hold an
 //! `Option` and [`begin`] looks at it.
 
+use super::target;
 use crate::error::{Error, Result};
 use serde::Serialize;
 use serde_json::json;
@@ -194,12 +195,9 @@ impl TraceFile {
     /// Opened before the run: a place that cannot be written is told before hours of work.
     fn create(path: &Path) -> Result<TraceFile> {
         let fail = |e| Error::io("cannot write the trace", e).file(path);
-        if path.is_dir() {
-            return Err(fail(std::io::ErrorKind::IsADirectory.into()));
-        }
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = tempfile::Builder::new().prefix(".trunkline-trace-").tempfile_in(folder).map_err(fail)?;
-        Ok(TraceFile { out: BufWriter::new(file), path: path.to_path_buf() })
+        let path = target::resolve(path)?;
+        let file = target::unfinished(&path, ".trunkline-trace-").map_err(fail)?;
+        Ok(TraceFile { out: BufWriter::new(file), path })
     }
 
     fn finish(mut self, trace: &Trace) -> Result<()> {
