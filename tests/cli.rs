@@ -138,6 +138,9 @@ fn bad_usage_exits_2_with_one_line() {
         (vec!["generate", "--model", &m, "--ids", "1", "--context", "5000"], "4096"),
         (vec!["generate", "--model", &m, "--prompt-file", "/nonexistent/p.txt"], "p.txt"),
         (vec!["eval", "--model", &m, "--ids", "1"], "2"),
+        (vec!["compare", "--ops", "--model", &m], "--model"),
+        (vec!["compare", "--card", "--model", &m], "--model"),
+        (vec!["compare", "--ops", "--threads", "2"], "--threads"),
     ] {
         fails(&run(&args), 2, &[part]);
     }

@@ -41,7 +41,8 @@ pub struct Flags {
     #[arg(long, value_enum, value_name = "A,B", value_delimiter = ',', num_args = 1.., default_value = "cpu,gpu")]
     devices: Vec<Device>,
     /// Runs the table of operations on the adapter alone, and names a wrong one
-    #[arg(long, group = "input", conflicts_with = "devices")]
+    #[arg(long, group = "input",
+        conflicts_with_all = ["devices", "context", "ram", "threads", "prefill_chunk", "io_depth", "vram"])]
     ops: bool,
     /// Reports on a card: a slice of the network (1.7 GB, written to the folder for temporary files and removed) on the CPU
     /// and on the card, the rate of each kernel beside the card's own copy rate, and tokens/s
@@ -50,6 +51,11 @@ pub struct Flags {
 }
 
 pub fn run(f: &Flags, global: &Global) -> Result<()> {
+    // The environment's model is a default and may stand; one that was typed would be ignored.
+    let typed = |a: std::ffi::OsString| a == "--model" || a.as_encoded_bytes().starts_with(b"--model=");
+    if (f.card || f.ops) && std::env::args_os().any(typed) {
+        return Err(Error::usage("--model does nothing beside --card or --ops").hint("leave it out"));
+    }
     let cancel = model::interruptible()?;
     let progress = Progress::start(global.quiet);
     if f.card {
