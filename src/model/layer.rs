@@ -70,6 +70,10 @@ pub type UseExpert<'f, B> = dyn FnMut(&mut B, u32, &Expert<<B as Backend>::Weigh
 
 /// Where a device gets routed experts from.
 pub trait Experts<B: Backend> {
+    /// The router of `layer` has spoken: whatever of the distinct `experts` is not at hand is on its way from now on.
+    fn request(&mut self, _layer: usize, _experts: &[u32], _pass: u64) -> Result<()> {
+        Ok(())
+    }
     /// Calls `f` once for each of the distinct `experts` of `layer`, in any order, as they are at hand. `pass` numbers
     /// the forward pass.
     fn for_each(
@@ -299,10 +303,6 @@ impl<B: Backend> Pass<'_, B> {
             moe::Router { chosen: k, renormalize: c.moe.renormalize, scale: c.moe.routed_scaling_factor };
         d.route(&mut s.scores, &w.bias, router, &mut s.routing)?;
         self.seen.routing(layer, &s.routing);
-        match &w.latent {
-            Some((down, _)) => d.matmul(&s.x, down, &mut s.latent)?,
-            None => d.copy(&s.x, &mut s.latent)?,
-        }
         let tokens = B::rows(&s.x);
         s.groups.resize_with(c.moe.experts, Vec::new);
         s.groups.iter_mut().for_each(Vec::clear);
@@ -311,6 +311,16 @@ impl<B: Backend> Pass<'_, B> {
         }
         let distinct: Vec<u32> =
             (0..c.moe.experts as u32).filter(|e| !s.groups[*e as usize].is_empty()).collect();
+        // While the experts are on their way: what does not need them.
+        self.experts.request(layer, &distinct, self.number)?;
+        match &w.latent {
+            Some((down, _)) => d.matmul(&s.x, down, &mut s.latent)?,
+            None => d.copy(&s.x, &mut s.latent)?,
+        }
+        if let Some(shared) = &w.shared {
+            self.mlp(shared, &s.x, &mut s.mlp_gate, &mut s.mlp_up, &mut s.mixed)?;
+        }
+        let d = &mut *self.device;
         d.shape(&mut s.parts, tokens * k, c.expert_width())?;
         self.experts.for_each(d, layer, &distinct, self.number, &mut |d, e, expert| {
             let slots = &s.groups[e as usize];
@@ -338,8 +348,7 @@ impl<B: Backend> Pass<'_, B> {
             Some((_, up)) => d.matmul(sum, up, &mut s.out)?,
             None => d.copy(sum, &mut s.out)?,
         }
-        if let Some(shared) = &w.shared {
-            self.mlp(shared, &s.x, &mut s.mlp_gate, &mut s.mlp_up, &mut s.mixed)?;
+        if w.shared.is_some() {
             self.device.add(&mut s.out, &s.mixed)?;
         }
         Ok(())
