@@ -31,8 +31,8 @@ fn open(checkpoint: &Arc<Checkpoint>, context: usize, gpu: Option<Gpu>) -> Arc<M
         budget: 1 << 30,
         io_depth: 2,
         cancel: Arc::default(),
-        trace: None,
         gpu: gpu.map(|gpu| GpuPlan { gpu, budget: 1 << 30, everything: true }),
+        ..Options::default()
     };
     let model = Model::open(checkpoint.clone(), options).unwrap();
     model.load(&mut Unobserved).unwrap();

@@ -36,7 +36,7 @@ fn open(set: &str, gpu: Option<GpuPlan>) -> Result<Arc<Model>, trunkline::Error>
             io_depth: 2,
             cancel: Arc::default(),
             gpu,
-            trace: None,
+            ..Options::default()
         },
     )?;
     model.load(&mut Unobserved)?;

@@ -144,6 +144,7 @@ pub fn prepare(
             cancel,
             gpu,
             trace,
+            ..Options::default()
         },
     )?;
     let p = model.placement();

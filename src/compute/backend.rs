@@ -284,11 +284,12 @@ impl Backend for &Cpu {
         Ok(())
     }
     fn matmul(&mut self, x: &Tensor, w: &Weight, y: &mut Tensor) -> Result<()> {
+        let mut result = Ok(());
         self.op("matmul", || {
-            matmul::matmul(self, x, w, y);
+            result = matmul::matmul(self, x, w, y);
             [y.rows(), y.cols()]
         });
-        Ok(())
+        result
     }
     fn situ(&mut self, gate: &mut Tensor, up: &Tensor, beta: f32, linear_beta: f32) -> Result<()> {
         self.op("situ", || {
@@ -362,14 +363,15 @@ impl Backend for &Cpu {
         gate: Option<&Tensor>,
         o: &mut Tensor,
     ) -> Result<()> {
+        let mut result = Ok(());
         self.op("attend", || {
-            mla::attend(self, q, kv_b, cache, pos, o);
-            if let Some(gate) = gate {
+            result = mla::attend(self, q, kv_b, cache, pos, o);
+            if let (Ok(()), Some(gate)) = (&result, gate) {
                 matmul::gate_sigmoid(self, o, gate);
             }
             [o.rows(), o.cols()]
         });
-        Ok(())
+        result
     }
     fn route(&mut self, logits: &mut Tensor, bias: &Tensor, r: Router, out: &mut Routing) -> Result<()> {
         let mut result = Ok(());

@@ -78,9 +78,31 @@ pub enum Format {
     },
 }
 
-/// A weight `[rows, cols]` in its stored form, in host memory.
+/// A matrix whose rows arrive block by block.
+pub trait RowBlocks: Send + Sync {
+    /// Waits for block `id`: a slab and where in it the block's rows begin.
+    fn block(&self, id: usize) -> Result<(Arc<Slab>, usize)>;
+}
+
+/// A weight `[rows, cols]` in its stored form, in host memory or on its way there.
 #[derive(Clone)]
 pub struct Weight {
+    source: Source,
+    rows: usize,
+    cols: usize,
+    format: Format,
+}
+
+#[derive(Clone)]
+enum Source {
+    Held { slab: Arc<Slab>, offset: usize },
+    Streamed { from: Arc<dyn RowBlocks>, first: usize, rows: usize },
+}
+
+/// Rows of a weight that are at hand for as long as this lives.
+pub struct Rows {
+    /// The first of them.
+    pub first: usize,
     slab: Arc<Slab>,
     offset: usize,
     rows: usize,
@@ -88,36 +110,27 @@ pub struct Weight {
     format: Format,
 }
 
-impl Weight {
-    /// A weight over `slab`, whose values begin at `offset`. Fails when the slab is too short for the shape.
-    pub fn new(slab: Arc<Slab>, offset: usize, rows: usize, cols: usize, format: Format) -> Result<Weight> {
-        let n = rows * cols;
-        let fits = |at: usize, bytes: usize| at.checked_add(bytes).is_some_and(|end| end <= slab.len());
-        let ok = match format {
-            Format::F32 => fits(offset, 4 * n),
-            Format::Bf16 => fits(offset, 2 * n),
-            Format::Mxfp4 { scale_offset } => {
-                cols.is_multiple_of(32) && fits(offset, n / 2) && fits(scale_offset, n / 32)
-            }
-        };
-        if !ok {
-            return Err(Error::run(format!(
-                "a weight [{rows}, {cols}] does not fit its buffer of {} bytes at {offset}",
-                slab.len()
-            )));
+/// Whether a matrix fits a slab at an offset.
+fn check_fit(slab: &Slab, offset: usize, rows: usize, cols: usize, format: Format) -> Result<()> {
+    let n = rows * cols;
+    let fits = |at: usize, bytes: usize| at.checked_add(bytes).is_some_and(|end| end <= slab.len());
+    let ok = match format {
+        Format::F32 => fits(offset, 4 * n),
+        Format::Bf16 => fits(offset, 2 * n),
+        Format::Mxfp4 { scale_offset } => {
+            cols.is_multiple_of(32) && fits(offset, n / 2) && fits(scale_offset, n / 32)
         }
-        Ok(Weight { slab, offset, rows, cols, format })
+    };
+    match ok {
+        true => Ok(()),
+        false => Err(Error::run(format!(
+            "a weight [{rows}, {cols}] does not fit its buffer of {} bytes at {offset}",
+            slab.len()
+        ))),
     }
+}
 
-    /// Output features.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-    /// Input features.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
+impl Rows {
     /// The stored values.
     pub fn matrix(&self) -> Matrix<'_> {
         use crate::checkpoint::format::Data;
@@ -131,6 +144,68 @@ impl Weight {
             }
         };
         Matrix { rows: self.rows, cols: self.cols, data }
+    }
+}
+
+impl Weight {
+    /// A weight over `slab`, whose values begin at `offset`. Fails when the slab is too short for the shape.
+    pub fn new(slab: Arc<Slab>, offset: usize, rows: usize, cols: usize, format: Format) -> Result<Weight> {
+        check_fit(&slab, offset, rows, cols, format)?;
+        Ok(Weight { source: Source::Held { slab, offset }, rows, cols, format })
+    }
+
+    /// A weight whose blocks, of `block_rows` rows but the last, are those numbered from `first` of `from`.
+    pub fn streamed(
+        from: Arc<dyn RowBlocks>,
+        first: usize,
+        block_rows: usize,
+        rows: usize,
+        cols: usize,
+        format: Format,
+    ) -> Weight {
+        Weight { source: Source::Streamed { from, first, rows: block_rows.max(1) }, rows, cols, format }
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Its rows in order, in as many parts as it comes in; each part waits until it is at hand. Let go of one before
+    /// asking for the next.
+    pub fn parts(&self) -> impl Iterator<Item = Result<Rows>> + '_ {
+        let step = match &self.source {
+            Source::Held { .. } => self.rows.max(1),
+            Source::Streamed { rows, .. } => *rows,
+        };
+        (0..self.rows.max(1)).step_by(step).map(move |start| self.part(start, step.min(self.rows - start)))
+    }
+
+    fn part(&self, start: usize, rows: usize) -> Result<Rows> {
+        let (cols, format) = (self.cols, self.format);
+        let (slab, offset) = match &self.source {
+            Source::Held { slab, offset } => (slab.clone(), *offset),
+            Source::Streamed { from, first, rows: per_block } => {
+                let (slab, offset) = from.block(first + start / per_block)?;
+                check_fit(&slab, offset, rows, cols, format)?;
+                (slab, offset)
+            }
+        };
+        Ok(Rows { first: start, slab, offset, rows, cols, format })
+    }
+
+    /// All its rows at once.
+    pub fn whole(&self) -> Result<Rows> {
+        match &self.source {
+            Source::Streamed { rows, .. } if *rows < self.rows => {
+                Err(Error::run("a matrix that is used as a whole is streamed in parts"))
+            }
+            _ => self.part(0, self.rows),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Page-aligned memory that the drive reads into.
 
 use crate::error::{Error, Result};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -74,6 +75,50 @@ impl Slab {
     /// Never true: a slab has at least one page.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+}
+
+/// A part of a slab that one reader fills.
+pub struct Region {
+    whole: Arc<Slab>,
+    range: Range<usize>,
+}
+
+impl Region {
+    /// The bytes, to be read into.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: `split` made regions that do not overlap and lie inside the slab, and nobody else can reach its bytes
+        // before all regions are dropped.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.whole.ptr.as_ptr().add(self.range.start), self.range.len())
+        }
+    }
+}
+
+/// A slab whose regions are being filled.
+pub struct Split(Arc<Slab>);
+
+impl Split {
+    /// The slab, once every region has been dropped.
+    pub fn join(self) -> Result<Slab> {
+        Arc::into_inner(self.0).ok_or_else(|| Error::run("a buffer is still being read into"))
+    }
+}
+
+impl Slab {
+    /// Splits off regions, in ascending order and without overlap, that several readers fill at the same time.
+    pub fn split(self, ranges: impl Iterator<Item = Range<usize>>) -> Result<(Vec<Region>, Split)> {
+        let whole = Arc::new(self);
+        let mut regions = Vec::new();
+        let mut end = 0;
+        for range in ranges {
+            if range.start < end || range.end < range.start || range.end > whole.len {
+                return Err(Error::run("regions of a buffer overlap or do not fit it"));
+            }
+            end = range.end;
+            regions.push(Region { whole: whole.clone(), range });
+        }
+        Ok((regions, Split(whole)))
     }
 }
 
@@ -195,6 +240,20 @@ mod tests {
         let pool = SlabPool::new(100, 1);
         let _held = pool.take(&|| false)?;
         assert_eq!(pool.take(&|| true).err().map(|e| e.kind()), Some(crate::Kind::Interrupted));
+        Ok(())
+    }
+
+    #[test]
+    fn regions_are_filled_apart_and_join() -> Result<()> {
+        let (mut regions, split) = Slab::new(8192)?.split([0..4096, 4096..8192].into_iter())?;
+        regions[1].bytes_mut()[0] = 9;
+        regions.truncate(1);
+        let held = Slab::new(8192)?.split(std::iter::once(0..4096))?;
+        assert!(held.1.join().is_err(), "a region is still out");
+        regions.clear();
+        assert_eq!(split.join()?.bytes()[4096], 9);
+        assert!(Slab::new(8192)?.split([0..4097, 4096..8192].into_iter()).is_err());
+        assert!(Slab::new(8192)?.split(std::iter::once(0..8193)).is_err());
         Ok(())
     }
 

@@ -1,285 +1,281 @@
-//! The dense part of the model: which layers stay in memory, and the ring through which the others stream.
+//! The dense part of the model: which matrices stay in memory, and which go through the ring.
 
-use super::read::read_exact_at;
-use super::slab::{Slab, SlabPool};
+use super::io::Priority;
+use super::read::{SECTOR, lead, region_bytes};
+use super::slab::Slab;
+use super::stream::{Reading, Run, Stream, StreamPlan, Streamed, slab_bytes};
+use crate::checkpoint::names::DType;
 use crate::checkpoint::shards::{Checkpoint, TensorRef};
-use crate::error::{Error, Kind, Result};
-use crate::report::counters::Counters;
-use crate::report::trace::{Details, Trace, Track, begin};
+use crate::compute::device::{Format, Weight};
+use crate::error::{Error, Result};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 /// The most one task reads at a time, so that several are in flight for one layer.
-const PIECE: usize = 32 << 20;
-/// Tensors in a slab begin at multiples of this when they are not read as one run.
-const TENSOR_ALIGN: u64 = 64;
-/// Slabs of the ring: the one in use and the one being read.
-const RING: usize = 2;
+const PIECE: usize = 8 << 20;
 
-/// One read: `bytes` of a shard to `at` in the slab.
-#[derive(Debug, Clone)]
-struct Run {
-    shard: u16,
-    offset: u64,
-    bytes: u64,
-    at: u64,
-    name: String,
+/// Tensors that are read into memory together. Neighbours in a file are read as one run.
+#[derive(Debug, Clone, Default)]
+struct Group {
+    /// A run and where its region begins in the slab.
+    runs: Vec<(Run, usize, String)>,
+    tensors: HashMap<String, usize>,
+    bytes: usize,
 }
 
-/// A set of tensors that is resident or read together: a layer's trunk, or the output head.
-#[derive(Debug, Clone)]
+impl Group {
+    fn new(mut found: Vec<(&str, &TensorRef)>) -> Result<Group> {
+        found.sort_by_key(|(_, t)| (t.shard, t.offset));
+        let too_large = || Error::run("a layer is too large for this machine's addresses");
+        let mut group = Group::default();
+        for (name, t) in found {
+            let bytes = usize::try_from(t.bytes).map_err(|_| too_large())?;
+            match group.runs.last_mut() {
+                Some((r, ..)) if r.shard == t.shard && r.offset + r.bytes as u64 == t.offset => {
+                    r.bytes += bytes;
+                }
+                _ => {
+                    let run = Run { shard: t.shard, offset: t.offset, bytes };
+                    group.runs.push((run, group.bytes.next_multiple_of(SECTOR), name.to_string()));
+                }
+            }
+            if let Some((r, at, _)) = group.runs.last() {
+                group.tensors.insert(name.to_string(), at + lead(r.offset) + r.bytes - bytes);
+                group.bytes = at + region_bytes(r.offset, r.bytes);
+            }
+        }
+        Ok(group)
+    }
+
+    /// The pieces that runs are read in, each with where its region begins in the slab. They end at whole sectors of the
+    /// file, so that no two share one.
+    fn pieces(&self) -> Vec<(Run, usize, &str)> {
+        let mut pieces = Vec::new();
+        for (run, at, name) in &self.runs {
+            let mut done = 0;
+            while done < run.bytes {
+                let offset = run.offset + done as u64;
+                let bytes = (PIECE - lead(offset)).min(run.bytes - done);
+                let start = at + lead(run.offset) + done - lead(offset);
+                pieces.push((Run { shard: run.shard, offset, bytes }, start, name.as_str()));
+                done += bytes;
+            }
+        }
+        pieces
+    }
+
+    /// Reads everything, several pieces at a time.
+    fn read(&self, layer: Option<usize>, reading: &Reading) -> Result<Arc<Slab>> {
+        let pieces = self.pieces();
+        let ranges = pieces.iter().map(|(run, at, _)| *at..at + region_bytes(run.offset, run.bytes));
+        let (regions, slab) = Slab::new(self.bytes)?.split(ranges)?;
+        let (sender, arrived) = channel();
+        for ((run, _, name), mut region) in pieces.iter().copied().zip(regions) {
+            let (sender, job, name) = (sender.clone(), reading.clone(), name.to_string());
+            reading.io.submit(Priority::Demand, move || {
+                let result = job.read(run, region.bytes_mut(), layer, &name);
+                // The region is given up before the waiting side hears of it.
+                drop(region);
+                let _ = sender.send(result);
+            });
+        }
+        for _ in &pieces {
+            reading.wait(&arrived)?;
+        }
+        slab.join().map(Arc::new)
+    }
+}
+
+/// A set of tensors that is used together: a layer's trunk, or the output head.
 pub struct Unit {
-    runs: Vec<Run>,
-    tensors: HashMap<String, (u64, TensorRef)>,
+    layer: Option<usize>,
+    tensors: HashMap<String, TensorRef>,
+    /// Matrices in the order of use, and whether each must be at hand as a whole.
+    matrices: Vec<(String, bool)>,
     bytes: u64,
 }
 
 impl Unit {
-    /// Lays out the named tensors. Neighbours in a file are read as one run, as the release allows for every layer.
-    pub fn new(checkpoint: &Checkpoint, names: &[String]) -> Result<Unit> {
-        let mut found = Vec::with_capacity(names.len());
+    /// The named tensors of a layer (`None`: of the output head). `matrices` lists those that may be streamed, in the
+    /// order in which a pass uses them, each with whether it is used as a whole; the others always stay in memory.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        layer: Option<usize>,
+        names: &[String],
+        matrices: Vec<(String, bool)>,
+    ) -> Result<Unit> {
+        let mut tensors = HashMap::new();
         for name in names {
-            found.push((name.clone(), checkpoint.tensor(name)?.clone()));
+            tensors.insert(name.clone(), checkpoint.tensor(name)?.clone());
         }
-        found.sort_by_key(|(_, t)| (t.shard, t.offset));
-        let mut unit = Unit { runs: Vec::new(), tensors: HashMap::new(), bytes: 0 };
-        for (name, t) in found {
-            match unit.runs.last_mut() {
-                Some(r) if r.shard == t.shard && r.offset + r.bytes == t.offset => r.bytes += t.bytes,
-                _ => {
-                    let at = unit.bytes.next_multiple_of(TENSOR_ALIGN);
-                    unit.runs.push(Run {
-                        shard: t.shard,
-                        offset: t.offset,
-                        bytes: t.bytes,
-                        at,
-                        name: name.clone(),
-                    });
-                }
-            }
-            if let Some(r) = unit.runs.last() {
-                unit.bytes = r.at + r.bytes;
-                unit.tensors.insert(name, (unit.bytes - t.bytes, t));
-            }
+        if let Some((name, _)) = matrices.iter().find(|(name, _)| !tensors.contains_key(name)) {
+            return Err(Error::run("a streamed matrix is no tensor of its layer").tensor(name));
         }
-        Ok(unit)
+        let bytes = tensors.values().map(|t| t.bytes).sum();
+        Ok(Unit { layer, tensors, matrices, bytes })
     }
 
-    /// Bytes of the slab that holds the unit.
+    /// Bytes of all its tensors.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Reads the unit takes.
-    pub fn reads(&self) -> usize {
-        self.runs.len()
+    /// Bytes of each matrix, in the order of use.
+    pub fn matrix_bytes(&self) -> Vec<u64> {
+        self.matrices.iter().map(|(name, _)| self.tensors[name].bytes).collect()
     }
 
-    /// Where in the slab a tensor begins, and what it is.
-    pub fn find(&self, name: &str) -> Option<(usize, &TensorRef)> {
-        self.tensors.get(name).and_then(|(at, t)| Some((usize::try_from(*at).ok()?, t)))
+    /// Values of the tensors that are no matrices.
+    pub fn small_values(&self) -> u64 {
+        let is_matrix = |name: &String| self.matrices.iter().any(|(m, _)| m == name);
+        let values = |t: &TensorRef| t.shape.iter().product::<usize>() as u64;
+        self.tensors.iter().filter(|(name, _)| !is_matrix(name)).map(|(_, t)| values(t)).sum()
+    }
+
+    /// Bytes of a ring slab that its matrices need, in blocks of at most `block` bytes.
+    pub fn slab_bytes(&self, block: usize) -> usize {
+        self.matrices
+            .iter()
+            .map(|(name, whole)| slab_bytes(&self.tensors[name], block, *whole))
+            .max()
+            .unwrap_or(0)
     }
 }
 
-/// What the readers share.
-struct Shared {
-    checkpoint: Arc<Checkpoint>,
-    units: Vec<Unit>,
-    counters: Arc<Counters>,
-    cancel: Arc<AtomicBool>,
-    io: Arc<rayon::ThreadPool>,
-    trace: Option<Arc<Trace>>,
-    ring: Option<Arc<SlabPool>>,
+/// Where the tensors of a unit are.
+pub struct Held {
+    tensors: HashMap<String, TensorRef>,
+    resident: Vec<(Arc<Slab>, HashMap<String, usize>)>,
+    streamed: HashMap<String, Streamed>,
+    stream: Option<Arc<Stream>>,
 }
 
-impl Shared {
-    fn cancelled(&self) -> bool {
-        self.cancel.load(Ordering::Relaxed)
-    }
-
-    /// Reads unit `i`.
-    fn read(&self, i: usize, slab: &mut Slab) -> Result<()> {
-        let unit = &self.units[i];
-        // The last unit is the output head.
-        let layer = (i + 1 < self.units.len()).then_some(i);
-        let mut rest = slab.bytes_mut();
-        let mut start = 0u64;
-        let mut jobs = Vec::new();
-        for run in &unit.runs {
-            let skip = usize::try_from(run.at - start).map_err(|_| Error::run("a unit is too large"))?;
-            let len = usize::try_from(run.bytes).map_err(|_| Error::run("a unit is too large"))?;
-            let (head, tail) = rest
-                .split_at_mut_checked(skip + len)
-                .ok_or_else(|| Error::run("a buffer is too small for its layer"))?;
-            for (i, piece) in head[skip..].chunks_mut(PIECE).enumerate() {
-                jobs.push((run, (i * PIECE) as u64, piece));
+impl Held {
+    /// A tensor as a weight `[rows, cols]`: a vector counts as one row, a convolution `[P,1,k]` as P rows of k.
+    pub fn weight(&self, name: &str) -> Result<Weight> {
+        let t = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::refused("a tensor the configuration implies was not bound").tensor(name))?;
+        let format = match t.dtype {
+            DType::F32 => Format::F32,
+            DType::Bf16 => Format::Bf16,
+            other => {
+                return Err(Error::refused("unexpected dtype").tensor(name).expected("BF16 or F32", other));
             }
-            rest = tail;
-            start = run.at + run.bytes;
+        };
+        let (rows, cols) = match t.shape.as_slice() {
+            [n] => (1, *n),
+            [r, c] | [r, 1, c] => (*r, *c),
+            other => {
+                return Err(Error::refused("unexpected shape")
+                    .tensor(name)
+                    .expected("[n] or [n, m]", format_args!("{other:?}")));
+            }
+        };
+        if let (Some(s), Some(stream)) = (self.streamed.get(name), &self.stream) {
+            return Ok(Weight::streamed(stream.clone(), s.blocks.start, s.rows, rows, cols, format));
         }
-        let failed: Mutex<Option<Error>> = Mutex::new(None);
-        self.io.scope(|scope| {
-            for (run, at, piece) in jobs {
-                let failed = &failed;
-                scope.spawn(move |_| {
-                    let span = begin(&self.trace);
-                    let result = if self.cancelled() {
-                        Err(Error::interrupted())
-                    } else {
-                        let path = &self.checkpoint.shards()[usize::from(run.shard)].path;
-                        read_exact_at(
-                            self.checkpoint.reader(run.shard).as_ref(),
-                            path,
-                            piece,
-                            run.offset + at,
-                        )
-                        .map_err(|e| e.tensor(run.name.clone()))
-                    };
-                    match result {
-                        Ok(()) => {
-                            let bytes = piece.len() as u64;
-                            self.counters.nvme_bytes.add(bytes);
-                            if let Some(span) = span {
-                                let (bytes, shard) = (Some(bytes), Some(run.shard));
-                                let details = Details { layer, bytes, shard, ..Details::default() };
-                                span.end(Track::Reads, run.name.clone(), details);
-                            }
-                        }
-                        Err(e) => {
-                            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
-                        }
-                    }
-                });
-            }
-        });
-        failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+        let found = self.resident.iter().find_map(|(slab, at)| Some((slab, at.get(name)?)));
+        let (slab, at) = found.ok_or_else(|| Error::run("a tensor was not read").tensor(name))?;
+        Weight::new(slab.clone(), *at, rows, cols, format).map_err(|e| e.tensor(name))
     }
 }
 
-/// Every unit of the trunk: resident, or streamed in order through a ring of two slabs.
+/// Every unit of the trunk.
 pub struct Trunk {
-    shared: Arc<Shared>,
-    resident: Vec<Option<OnceLock<Arc<Slab>>>>,
-    pending: Mutex<HashMap<usize, Receiver<Result<Slab>>>>,
+    units: Vec<Unit>,
+    /// Matrices of each unit that stay in memory.
+    resident: Vec<Vec<bool>>,
+    streamed: Vec<HashMap<String, Streamed>>,
+    stream: Option<Arc<Stream>>,
+    reading: Reading,
 }
 
 /// What a trunk is made of.
 pub struct TrunkParts {
-    /// The files.
-    pub checkpoint: Arc<Checkpoint>,
     /// The units, in the order of use.
     pub units: Vec<Unit>,
-    /// Which of them stay in memory.
-    pub resident: Vec<bool>,
-    /// Where reads are counted.
-    pub counters: Arc<Counters>,
-    /// Set when the user wants to stop.
-    pub cancel: Arc<AtomicBool>,
-    /// The threads that read.
-    pub io: Arc<rayon::ThreadPool>,
-    /// Where reads are recorded, if they are.
-    pub trace: Option<Arc<Trace>>,
+    /// Which matrices of each stay in memory.
+    pub resident: Vec<Vec<bool>>,
+    /// Units that another device holds: nothing of them is streamed here.
+    pub elsewhere: Vec<bool>,
+    /// The most bytes of a block.
+    pub block: usize,
+    /// Buffers of the ring.
+    pub slabs: usize,
+    /// How to read.
+    pub reading: Reading,
 }
 
 impl Trunk {
     /// A trunk of which nothing has been read yet.
     pub fn new(parts: TrunkParts) -> Trunk {
-        let TrunkParts { checkpoint, units, resident, counters, cancel, io, trace } = parts;
-        let largest = units.iter().zip(&resident).filter(|(_, r)| !**r).map(|(u, _)| u.bytes()).max();
-        let ring = largest.and_then(|b| usize::try_from(b).ok()).map(|b| SlabPool::new(b, RING));
-        Trunk {
-            resident: resident.iter().map(|r| r.then(OnceLock::new)).collect(),
-            shared: Arc::new(Shared { checkpoint, units, counters, cancel, io, trace, ring }),
-            pending: Mutex::default(),
+        let TrunkParts { units, resident, elsewhere, block, slabs, reading } = parts;
+        let mut plan = StreamPlan::default();
+        let mut streamed: Vec<HashMap<String, Streamed>> = Vec::with_capacity(units.len());
+        for ((unit, resident), elsewhere) in units.iter().zip(&resident).zip(&elsewhere) {
+            let mut of_unit = HashMap::new();
+            for ((name, whole), _) in
+                unit.matrices.iter().zip(resident).filter(|(_, resident)| !**resident && !elsewhere)
+            {
+                let s = plan.push(name, &unit.tensors[name], unit.layer, block, *whole);
+                of_unit.insert(name.clone(), s);
+            }
+            streamed.push(of_unit);
         }
+        let stream = (!plan.is_empty()).then(|| Arc::new(Stream::new(plan, slabs, reading.clone())));
+        Trunk { units, resident, streamed, stream, reading }
     }
 
-    /// The layout of unit `i`.
+    /// Unit `i`.
     pub fn unit(&self, i: usize) -> &Unit {
-        &self.shared.units[i]
+        &self.units[i]
     }
 
-    /// Units that stay in memory.
-    pub fn resident_units(&self) -> usize {
-        self.resident.iter().flatten().count()
-    }
-
-    /// Whether unit `i` stays in memory.
+    /// Whether all of unit `i` stays in memory.
     pub fn is_resident(&self, i: usize) -> bool {
-        self.resident[i].is_some()
+        self.resident[i].iter().all(|r| *r)
     }
 
-    /// The bytes of unit `i`, read for this call alone.
-    pub fn read_once(&self, i: usize) -> Result<Arc<Slab>> {
-        let bytes = usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
-        let mut slab = Slab::new(bytes)?;
-        self.shared.read(i, &mut slab)?;
-        Ok(Arc::new(slab))
+    /// Whether anything is streamed.
+    pub fn streams(&self) -> bool {
+        self.stream.is_some()
     }
 
-    /// The bytes of unit `i`: at hand, or once its read has arrived. Starts the read of the next streamed unit.
-    pub fn fetch(&self, i: usize) -> Result<Arc<Slab>> {
-        if let Some(cell) = &self.resident[i] {
-            if let Some(slab) = cell.get() {
-                return Ok(slab.clone());
-            }
-            let bytes =
-                usize::try_from(self.unit(i).bytes()).map_err(|_| Error::run("a unit is too large"))?;
-            let mut slab = Slab::new(bytes)?;
-            self.shared.read(i, &mut slab)?;
-            return Ok(cell.get_or_init(|| Arc::new(slab)).clone());
-        }
-        let slab = loop {
-            self.start(i);
-            match self.wait(i) {
-                // A read that an earlier interruption ended: the run goes on now, so it is read again.
-                Err(e) if e.kind() == Kind::Interrupted && !self.shared.cancelled() => {}
-                result => break result?,
-            }
-        };
-        let n = self.resident.len();
-        if let Some(next) = (1..=n).map(|d| (i + d) % n).find(|j| self.resident[*j].is_none())
-            && next != i
-        {
-            self.start(next);
-        }
-        Ok(Arc::new(slab))
+    fn read(&self, i: usize, wanted: impl Fn(&str) -> bool) -> Result<Held> {
+        let unit = &self.units[i];
+        let found = unit.tensors.iter().filter(|(name, _)| wanted(name)).map(|(n, t)| (n.as_str(), t));
+        let group = Group::new(found.collect())?;
+        let slab = group.read(unit.layer, &self.reading)?;
+        Ok(Held {
+            tensors: unit.tensors.clone(),
+            resident: vec![(slab, group.tensors)],
+            streamed: HashMap::new(),
+            stream: None,
+        })
     }
 
-    /// Waits for the read of unit `i` that [`Trunk::start`] began.
-    fn wait(&self, i: usize) -> Result<Slab> {
-        let waiting = self.pending.lock().unwrap_or_else(PoisonError::into_inner).remove(&i);
-        let Some(receiver) = waiting else { return Err(Error::run("a streamed layer was asked for twice")) };
-        loop {
-            match receiver.recv_timeout(Duration::from_millis(50)) {
-                Ok(result) => return result,
-                Err(RecvTimeoutError::Timeout) if self.shared.cancelled() => return Err(Error::interrupted()),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(Error::run("a reader thread ended early")),
-            }
-        }
+    /// All of unit `i`, read for this call alone.
+    pub fn read_once(&self, i: usize) -> Result<Held> {
+        self.read(i, |_| true)
     }
 
-    /// Starts reading streamed unit `i` unless it is on its way already.
-    fn start(&self, i: usize) {
-        let Some(ring) = self.shared.ring.clone() else { return };
-        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        if pending.contains_key(&i) {
-            return;
+    /// Unit `i` as it is placed: reads what stays in memory. The tensors that are no matrices are in a slab of their own,
+    /// which whoever widens them need not keep.
+    pub fn hold(&self, i: usize) -> Result<Held> {
+        let unit = &self.units[i];
+        let is_matrix = |name: &str| unit.matrices.iter().any(|(m, _)| m == name);
+        if self.is_resident(i) {
+            return self.read_once(i);
         }
-        let (sender, receiver) = channel();
-        pending.insert(i, receiver);
-        let shared = self.shared.clone();
-        self.shared.io.spawn(move || {
-            let result = ring.take(&|| shared.cancelled()).and_then(|mut slab| {
-                shared.read(i, &mut slab)?;
-                Ok(slab)
-            });
-            // A closed channel means that nobody waits any more: the slab goes back to the ring.
-            let _ = sender.send(result);
-        });
+        let mut held = self.read(i, |name| !is_matrix(name))?;
+        for ((name, _), _) in unit.matrices.iter().zip(&self.resident[i]).filter(|(_, resident)| **resident) {
+            held.resident.extend(self.read(i, |n| n == name)?.resident);
+        }
+        held.streamed = self.streamed[i].clone();
+        held.stream = self.stream.clone();
+        Ok(held)
     }
 }

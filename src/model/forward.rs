@@ -13,6 +13,7 @@ use crate::compute::device::{Cpu, Tensor};
 use crate::compute::gpu::backend::{GpuBackend, GpuBuf, GpuSources, GpuWork};
 use crate::compute::gpu::mla;
 use crate::error::{Error, Kind, Result};
+use crate::memory::experts::Request;
 use crate::report::trace::{Details, Track, begin};
 use std::sync::Arc;
 
@@ -81,9 +82,23 @@ impl Scratch {
 }
 
 /// Experts from the store in host memory.
-struct HostExperts<'a>(&'a Model);
+struct HostExperts<'a> {
+    model: &'a Model,
+    request: Option<Request>,
+}
+
+impl<'a> HostExperts<'a> {
+    fn new(model: &'a Model) -> HostExperts<'a> {
+        HostExperts { model, request: None }
+    }
+}
 
 impl<'c> Experts<&'c Cpu> for HostExperts<'_> {
+    fn request(&mut self, layer: usize, experts: &[u32], pass: u64) -> Result<()> {
+        self.request = Some(self.model.experts.request(layer, experts, pass)?);
+        Ok(())
+    }
+
     fn for_each(
         &mut self,
         device: &mut &'c Cpu,
@@ -92,8 +107,12 @@ impl<'c> Experts<&'c Cpu> for HostExperts<'_> {
         pass: u64,
         f: &mut UseExpert<'_, &'c Cpu>,
     ) -> Result<()> {
-        let model = self.0;
-        model.experts.for_each(layer, experts, pass, |e, slab| {
+        let model = self.model;
+        let request = match self.request.take() {
+            Some(request) => request,
+            None => model.experts.request(layer, experts, pass)?,
+        };
+        model.experts.deliver(request, |e, slab| {
             model.check_cancelled()?;
             f(device, e, &Expert::bind(model.config(), slab)?)?;
             model.counters.ram_bytes.add(model.expert_bytes);
@@ -124,7 +143,7 @@ impl Run<'_> {
             config: m.config(),
             number: self.number,
             pos: self.pos,
-            experts: &mut HostExperts(m),
+            experts: &mut HostExperts::new(m),
             seen: self.seen,
         };
         { pass }.layer(i, &layer, state, s)?;
@@ -361,7 +380,7 @@ impl Model {
             }
             _ => {
                 let head = self.output()?;
-                let experts = &mut HostExperts(self);
+                let experts = &mut HostExperts::new(self);
                 let mut pass = Pass { device: &mut &self.cpu, config, number, pos, experts, seen: run.seen };
                 pass.head(&head, all, &mut s.cpu, &mut s.logits)?;
                 self.counters.ram_bytes.add(unit);
@@ -395,7 +414,7 @@ impl Model {
             }
             (AnyState::Cpu(state), _) => {
                 let layer = self.layer(i)?;
-                let experts = &mut HostExperts(self);
+                let experts = &mut HostExperts::new(self);
                 let mut pass = Pass { device: &mut &self.cpu, config, number, pos, experts, seen };
                 pass.block(i, point, x, &layer, state, &mut s.cpu)?.clone()
             }

@@ -87,12 +87,10 @@ impl Model {
         for i in (0..n).filter(|i| self.on_gpu[*i]) {
             seen.layer(i, n);
             self.check_cancelled()?;
-            let unit = self.trunk.unit(i);
-            let slab = self.trunk.read_once(i)?;
-            let host = Layer::bind(config, i, unit, &slab)?;
+            let host = Layer::bind(config, i, &self.trunk.read_once(i)?)?;
             let trunk = transfer::layer(&mut device, config, i, &host).map_err(|e| e.layer(i))?;
-            drop((host, slab));
-            self.counters.upload_bytes.add(unit.bytes());
+            drop(host);
+            self.counters.upload_bytes.add(self.trunk.unit(i).bytes());
             let mut experts = Vec::new();
             if config.layers[i].ffn == Ffn::Moe {
                 for e in 0..config.moe.experts {
@@ -110,8 +108,7 @@ impl Model {
         }
         if self.on_gpu[n] {
             seen.layer(n, n);
-            let slab = self.trunk.read_once(n)?;
-            let host = Head::bind(config, self.trunk.unit(n), &slab)?;
+            let host = Head::bind(config, &self.trunk.read_once(n)?)?;
             let head = transfer::head(&mut device, &host)?;
             self.counters.upload_bytes.add(self.trunk.unit(n).bytes());
             let _ = side.head.set(head);

@@ -18,7 +18,9 @@ use crate::compute::gpu::{Gpu, mla};
 use crate::compute::ops::moe::Routing;
 use crate::error::{Error, Result};
 use crate::memory::experts::ExpertStore;
+use crate::memory::io::IoPool;
 use crate::memory::place::{self, Demand, Placement};
+use crate::memory::stream::Reading;
 use crate::memory::trunk::{Trunk, TrunkParts, Unit};
 use crate::report::counters::Counters;
 use crate::report::trace::Trace;
@@ -92,12 +94,32 @@ pub struct Options {
     pub budget: u64,
     /// Reads in flight.
     pub io_depth: usize,
+    /// The most bytes of a block of a streamed matrix: [`crate::memory::stream::BLOCK`] unless a test wants many.
+    pub block: usize,
     /// Set from outside to stop at the next layer or read.
     pub cancel: Arc<AtomicBool>,
     /// The GPU, if one is to be used.
     pub gpu: Option<GpuPlan>,
     /// Where operations, reads and uploads are recorded, if they are.
     pub trace: Option<Arc<Trace>>,
+}
+
+impl Default for Options {
+    /// One thread, 4096 positions, no limit on memory.
+    fn default() -> Options {
+        Options {
+            threads: 1,
+            context: 4096,
+            chunk: 256,
+            all_logits: false,
+            budget: u64::MAX,
+            io_depth: 4,
+            block: crate::memory::stream::BLOCK,
+            cancel: Arc::default(),
+            gpu: None,
+            trace: None,
+        }
+    }
 }
 
 /// What is to be done with a GPU.
@@ -144,7 +166,7 @@ impl Embedding {
     }
 }
 
-/// Layers bound to their slabs: resident ones once, streamed ones for each pass.
+/// Layers bound to what holds or streams their tensors.
 struct Bound {
     layers: Vec<OnceLock<Arc<Layer>>>,
     head: OnceLock<Arc<Head>>,
@@ -155,12 +177,8 @@ impl Bound {
         if let Some(l) = self.layers[i].get() {
             return Ok(l.clone());
         }
-        let slab = m.trunk.fetch(i)?;
-        let layer = Arc::new(Layer::bind(m.config(), i, m.trunk.unit(i), &slab)?);
-        if m.trunk.is_resident(i) {
-            return Ok(self.layers[i].get_or_init(|| layer).clone());
-        }
-        Ok(layer)
+        let layer = Arc::new(Layer::bind(m.config(), i, &m.trunk.hold(i)?)?);
+        Ok(self.layers[i].get_or_init(|| layer).clone())
     }
 }
 
@@ -195,14 +213,15 @@ impl Model {
         let mut units = Vec::with_capacity(config.layers.len() + 1);
         for i in 0..config.layers.len() {
             let names: Vec<String> = names::trunk_tensors(config, i).into_iter().map(|t| t.name).collect();
-            units.push(Unit::new(&checkpoint, &names)?);
+            units.push(Unit::new(&checkpoint, Some(i), &names, weights::matrices(config, i))?);
         }
         let head: Vec<String> = names::model_tensors(config)
             .into_iter()
             .map(|t| t.name)
             .filter(|n| n != names::EMBED || config.tie_word_embeddings)
             .collect();
-        units.push(Unit::new(&checkpoint, &head)?);
+        let lm_head = if config.tie_word_embeddings { names::EMBED } else { names::LM_HEAD };
+        units.push(Unit::new(&checkpoint, None, &head, vec![(lm_head.to_string(), false)])?);
         let expert_bytes: usize =
             names::EXPERT_PARTS.iter().map(|p| names::expert_part_bytes(config, *p)).sum();
         let (n, chunk) = (config.layers.len(), options.chunk);
@@ -225,7 +244,13 @@ impl Model {
             &Demand {
                 state: (0..n).filter(on_cpu).map(|i| state::layer_bytes(config, i, options.context)).sum(),
                 scratch: Scratch::bytes(config, chunk, options.all_logits),
-                units: (0..=n).map(|i| if on_gpu[i] { 0 } else { units[i].bytes() }).collect(),
+                vectors: (0..=n).filter(on_cpu).map(|i| 4 * units[i].small_values()).sum(),
+                units: (0..=n)
+                    .map(|i| if on_gpu[i] { Vec::new() } else { units[i].matrix_bytes() })
+                    .collect(),
+                block: (0..=n).filter(on_cpu).map(|i| units[i].slab_bytes(options.block)).max().unwrap_or(0)
+                    as u64,
+                blocks: options.io_depth as u64 + 2,
                 expert: expert_bytes as u64,
                 experts: ((0..n).filter(on_cpu).filter(moe).count() * config.moe.experts) as u64,
                 chosen: config.moe.experts_per_token as u64,
@@ -236,14 +261,13 @@ impl Model {
             None => usize::MAX,
         };
         let counters = Arc::new(Counters::default());
-        let io = Arc::new(
-            rayon::ThreadPoolBuilder::new()
-                // One thread may wait for a buffer of the ring while the others read.
-                .num_threads(options.io_depth + 1)
-                .thread_name(|i| format!("read-{i}"))
-                .build()
-                .map_err(|e| Error::machine("cannot start the reader threads").cause(e))?,
-        );
+        let reading = Reading {
+            checkpoint: checkpoint.clone(),
+            io: IoPool::new(options.io_depth)?,
+            counters: counters.clone(),
+            cancel: options.cancel.clone(),
+            trace: options.trace.clone(),
+        };
         let embedding = Embedding {
             table: checkpoint.tensor(names::EMBED)?.clone(),
             vocab: config.vocab_size,
@@ -255,21 +279,16 @@ impl Model {
         Ok(Model {
             cpu: Cpu::new(options.threads)?.traced(options.trace.clone()),
             experts: ExpertStore::new(
-                checkpoint.clone(),
+                reading.clone(),
                 usize::try_from(placement.expert_slots).unwrap_or(usize::MAX),
-                io.clone(),
-                counters.clone(),
-                options.cancel.clone(),
-                options.trace.clone(),
             ),
             trunk: Trunk::new(TrunkParts {
-                checkpoint: checkpoint.clone(),
                 units,
                 resident: placement.resident.clone(),
-                counters: counters.clone(),
-                cancel: options.cancel.clone(),
-                io,
-                trace: options.trace.clone(),
+                elsewhere: on_gpu.clone(),
+                block: options.block,
+                slabs: usize::try_from(placement.ring_blocks).unwrap_or(usize::MAX),
+                reading,
             }),
             expert_bytes: expert_bytes as u64,
             embedding,
@@ -292,12 +311,12 @@ impl Model {
     pub fn load(&self, seen: &mut dyn Observer) -> Result<()> {
         let n = self.config().layers.len();
         self.load_gpu(seen)?;
-        for i in (0..n).filter(|i| !self.on_gpu[*i] && self.trunk.is_resident(*i)) {
+        for i in (0..n).filter(|i| !self.on_gpu[*i]) {
             seen.layer(i, n);
             self.check_cancelled()?;
             self.bound.layer(self, i)?;
         }
-        if !self.on_gpu[n] && self.trunk.is_resident(n) {
+        if !self.on_gpu[n] {
             seen.layer(n, n);
             self.output()?;
         }
@@ -359,12 +378,8 @@ impl Model {
             return Ok(h.clone());
         }
         let n = self.config().layers.len();
-        let slab = self.trunk.fetch(n)?;
-        let head = Arc::new(Head::bind(self.config(), self.trunk.unit(n), &slab)?);
-        if self.trunk.is_resident(n) {
-            return Ok(self.bound.head.get_or_init(|| head).clone());
-        }
-        Ok(head)
+        let head = Arc::new(Head::bind(self.config(), &self.trunk.hold(n)?)?);
+        Ok(self.bound.head.get_or_init(|| head).clone())
     }
 
     fn next_pass(&self) -> u64 {

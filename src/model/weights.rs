@@ -1,12 +1,12 @@
 //! From names to tensors: what a layer's slab holds.
 
 use crate::checkpoint::config::{Attention, Config, Ffn};
-use crate::checkpoint::names::{DType, EMBED, LM_HEAD, layer_prefix};
+use crate::checkpoint::names::{EMBED, LM_HEAD, layer_prefix};
 use crate::checkpoint::names::{EXPERT_PARTS, ExpertPart, expert_part_bytes, expert_part_shape};
 use crate::compute::device::{Format, Tensor, Weight};
 use crate::error::{Error, Result};
 use crate::memory::slab::Slab;
-use crate::memory::trunk::Unit;
+use crate::memory::trunk::Held;
 use std::sync::Arc;
 
 /// Prefix of the model-level tensors.
@@ -134,45 +134,66 @@ pub struct Head<W = Weight, T = Tensor> {
     pub lm_head: W,
 }
 
-/// Finds tensors by name in a slab that was read.
+/// The matrices of layer `i` in the order in which [`super::layer::Pass`] uses them, each with whether it is used as a
+/// whole: what a streamed layer is read by.
+pub fn matrices(config: &Config, i: usize) -> Vec<(String, bool)> {
+    let kind = &config.layers[i];
+    let mut names: Vec<&str> = match kind.attention {
+        Attention::Kda => vec!["q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj"],
+        Attention::Mla if config.mla.q_lora_rank.is_some() => {
+            vec!["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
+        }
+        Attention::Mla => vec!["q_proj", "kv_a_proj_with_mqa"],
+    };
+    match kind.attention {
+        Attention::Kda if config.kda.full_rank_gate => names.push("g_proj"),
+        Attention::Kda => names.extend(["g_a_proj", "g_b_proj"]),
+        Attention::Mla => {
+            names.extend(config.mla.output_gate.then_some("g_proj"));
+            names.push("kv_b_proj");
+        }
+    }
+    names.push("o_proj");
+    let (part, ffn) = match kind.ffn {
+        Ffn::Dense => ("mlp", vec!["gate_proj", "up_proj", "down_proj"]),
+        Ffn::Moe => {
+            let (latent, shared) = (config.moe.latent_size.is_some(), config.moe.shared_experts > 0);
+            let mut ffn = vec!["gate"];
+            ffn.extend(latent.then_some("routed_expert_down_proj"));
+            if shared {
+                ffn.extend([
+                    "shared_experts.gate_proj",
+                    "shared_experts.up_proj",
+                    "shared_experts.down_proj",
+                ]);
+            }
+            ffn.extend(latent.then_some("routed_expert_up_proj"));
+            ("block_sparse_moe", ffn)
+        }
+    };
+    let prefix = layer_prefix(i);
+    let attention = names.into_iter().map(|n| (format!("{prefix}self_attn.{n}.weight"), n == "kv_b_proj"));
+    attention.chain(ffn.into_iter().map(|n| (format!("{prefix}{part}.{n}.weight"), false))).collect()
+}
+
+/// Finds the tensors of a unit by name.
 struct Binder<'a> {
-    slab: &'a Arc<Slab>,
-    unit: &'a Unit,
+    held: &'a Held,
     prefix: String,
 }
 
 impl Binder<'_> {
     fn weight(&self, name: &str) -> Result<Weight> {
-        let full = format!("{}{name}", self.prefix);
-        let (at, t) = self.unit.find(&full).ok_or_else(|| {
-            Error::refused("a tensor the configuration implies was not bound").tensor(&full)
-        })?;
-        let format = match t.dtype {
-            DType::F32 => Format::F32,
-            DType::Bf16 => Format::Bf16,
-            other => {
-                return Err(Error::refused("unexpected dtype").tensor(full).expected("BF16 or F32", other));
-            }
-        };
-        // Vectors count as one row; a convolution [P,1,k] as P rows of k.
-        let (rows, cols) = match t.shape.as_slice() {
-            [n] => (1, *n),
-            [r, c] | [r, 1, c] => (*r, *c),
-            other => {
-                return Err(Error::refused("unexpected shape")
-                    .tensor(full)
-                    .expected("[n] or [n, m]", format_args!("{other:?}")));
-            }
-        };
-        Weight::new(self.slab.clone(), at, rows, cols, format).map_err(|e| e.tensor(full))
+        self.held.weight(&format!("{}{name}", self.prefix))
     }
 
     /// The values widened to f32.
     fn vector(&self, name: &str) -> Result<Tensor> {
-        let w = self.weight(name)?;
-        let mut out = Tensor::zeros(w.rows(), w.cols());
-        for r in 0..w.rows() {
-            w.matrix().widen_row(r, out.row_mut(r));
+        let rows = self.weight(name)?.whole()?;
+        let matrix = rows.matrix();
+        let mut out = Tensor::zeros(matrix.rows, matrix.cols);
+        for r in 0..matrix.rows {
+            matrix.widen_row(r, out.row_mut(r));
         }
         Ok(out)
     }
@@ -291,9 +312,9 @@ impl Binder<'_> {
 }
 
 impl Layer {
-    /// Binds the trunk of layer `i` to the slab that holds `unit`.
-    pub fn bind(config: &Config, i: usize, unit: &Unit, slab: &Arc<Slab>) -> Result<Layer> {
-        let b = Binder { slab, unit, prefix: layer_prefix(i) };
+    /// Binds the trunk of layer `i`.
+    pub fn bind(config: &Config, i: usize, held: &Held) -> Result<Layer> {
+        let b = Binder { held, prefix: layer_prefix(i) };
         let kind = &config.layers[i];
         Ok(Layer {
             input_norm: b.vector("input_layernorm.weight")?,
@@ -314,9 +335,9 @@ impl Layer {
 
 impl Head {
     /// Binds output mix, norm and head; a tied head is the embedding.
-    pub fn bind(config: &Config, unit: &Unit, slab: &Arc<Slab>) -> Result<Head> {
-        let b = Binder { slab, unit, prefix: MODEL.to_string() };
-        let whole = Binder { slab, unit, prefix: String::new() };
+    pub fn bind(config: &Config, held: &Held) -> Result<Head> {
+        let b = Binder { held, prefix: MODEL.to_string() };
+        let whole = Binder { held, prefix: String::new() };
         Ok(Head {
             mix: b.mix("output_attn_res")?,
             norm: b.vector("norm.weight")?,

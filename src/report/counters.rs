@@ -29,6 +29,8 @@ pub struct Counters {
     pub vram_bytes: Counter,
     /// Bytes sent to the device.
     pub upload_bytes: Counter,
+    /// Nanoseconds in which the computation waited for a read.
+    pub stall_nanos: Counter,
     /// Experts asked for, one for each (layer, distinct expert) of a pass.
     pub expert_requests: Counter,
     /// Of these, found in device memory.

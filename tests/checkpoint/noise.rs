@@ -110,7 +110,7 @@ proptest! {
                     io_depth: 1,
                     cancel: Arc::default(),
                     gpu: None,
-                    trace: None,
+                    ..Options::default()
                 };
                 let run = Model::open(Arc::new(opened), options).and_then(|model| {
                     let mut session = Session::new(Arc::new(model))?;

@@ -136,7 +136,7 @@ fn model_error(c: &TinyCheckpoint) -> trunkline::Error {
         io_depth: 1,
         cancel: Arc::default(),
         gpu: None,
-        trace: None,
+        ..Options::default()
     };
     match Checkpoint::open(&c.dirs()).and_then(|c| Model::open(Arc::new(c), options)) {
         Ok(_) => panic!("the model was accepted"),

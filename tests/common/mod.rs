@@ -38,7 +38,7 @@ pub fn open(checkpoint: Arc<Checkpoint>, threads: usize, budget: u64) -> Arc<Mod
         io_depth: 4,
         cancel: Arc::new(AtomicBool::new(false)),
         gpu: None,
-        trace: None,
+        ..Options::default()
     };
     if budget > 0 {
         return Arc::new(Model::open(checkpoint, options(budget)).unwrap());

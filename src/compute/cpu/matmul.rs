@@ -30,7 +30,16 @@ const TASK_WORK: usize = 1 << 17;
 /// # Panics
 /// If the slices do not fit the matrix, the matrix is inconsistent, or the machine lacks `isa`.
 pub fn matmul(isa: Isa, x: &[f32], w: &Matrix<'_>, y: &mut [f32]) {
-    let product = Product::new(isa, x, w, y, w.rows);
+    matmul_strided(isa, x, w, y, w.rows);
+}
+
+/// [`matmul`] into rows that lie `y_stride` values apart: `y[t·y_stride + r]`, so that a matrix can be multiplied some
+/// rows at a time.
+///
+/// # Panics
+/// As [`matmul`], or if `y_stride < rows`.
+pub fn matmul_strided(isa: Isa, x: &[f32], w: &Matrix<'_>, y: &mut [f32], y_stride: usize) {
+    let product = Product::new(isa, x, w, y, y_stride);
     let work = w.rows * w.cols * product.tokens;
     let threads = rayon::current_num_threads();
     if work <= SERIAL_WORK || threads == 1 {

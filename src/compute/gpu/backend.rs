@@ -224,9 +224,10 @@ impl<'g> Backend for GpuBackend<'g> {
     }
     fn weight(&mut self, from: &Weight, row_multiple: usize, label: &str) -> Result<GpuMatrix> {
         let span = begin(&self.trace);
-        let matrix = GpuMatrix::upload(self.gpu, &from.matrix(), row_multiple, label)?;
+        let rows = from.whole()?;
+        let matrix = GpuMatrix::upload(self.gpu, &rows.matrix(), row_multiple, label)?;
         if let Some(span) = span {
-            let bytes = Some(from.matrix().bytes() as u64);
+            let bytes = Some(rows.matrix().bytes() as u64);
             let shape = Some([from.rows(), from.cols()]);
             let details = Details { layer: self.section.layer, bytes, shape, ..Details::default() };
             span.end(Track::Uploads, label.to_owned(), details);

@@ -2,16 +2,24 @@
 
 use crate::compute::cpu::{math, matmul as kernel, vector};
 use crate::compute::device::{Cpu, Tensor, Weight};
+use crate::error::Result;
 use rayon::prelude::*;
 
 /// Elements that one task of an element-wise operation takes.
 pub(crate) const ELEMENTS: usize = 8192;
 
-/// `y = x·Wᵀ`: x `[T,in]`, w `[out,in]` in its stored form, y `[T,out]`.
-pub fn matmul(dev: &Cpu, x: &Tensor, w: &Weight, y: &mut Tensor) {
+/// `y = x·Wᵀ`: x `[T,in]`, w `[out,in]` in its stored form, y `[T,out]`. Rows of a streamed weight are multiplied as
+/// they arrive. Fails where one cannot be read.
+pub fn matmul(dev: &Cpu, x: &Tensor, w: &Weight, y: &mut Tensor) -> Result<()> {
     debug_assert_eq!(x.cols(), w.cols());
     y.reshape(x.rows(), w.rows());
-    dev.run(|| kernel::matmul(dev.isa, x.host(), &w.matrix(), y.host_mut()));
+    let stride = w.rows();
+    for part in w.parts() {
+        let part = part?;
+        let y = &mut y.host_mut()[part.first..];
+        dev.run(|| kernel::matmul_strided(dev.isa, x.host(), &part.matrix(), y, stride));
+    }
+    Ok(())
 }
 
 /// SiTU-GLU, `β·tanh(gate/β)·σ(gate) · βl·tanh(up/βl)` (the sigmoid takes the uncapped gate), into `gate`:

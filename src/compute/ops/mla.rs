@@ -5,6 +5,7 @@ use super::Disjoint;
 use crate::compute::cpu::matmul::matmul_serial;
 use crate::compute::cpu::vector;
 use crate::compute::device::{Cpu, Tensor, Weight};
+use crate::error::Result;
 use rayon::prelude::*;
 use std::cell::RefCell;
 
@@ -87,13 +88,22 @@ thread_local! {
 /// q `[T, N·(nope+rope)]` (per head nope then rope), kv_b `[N·(nope+value), R]` (per head the key rows, then the
 /// value rows), o `[T, N·value]`. Per head and token, with
 /// `qk = Σ_d q_nope[d]·Wk[d,:]`: `p = softmax_s((qk·latent_s + q_rope·shared_s)·(nope+rope)^-½)`,
-/// `o = Wv·Σ_s p_s·latent_s`. The order of every sum depends on the number of visible positions alone.
-pub fn attend(dev: &Cpu, q: &Tensor, kv_b: &Weight, cache: &MlaCache, pos: usize, o: &mut Tensor) {
+/// `o = Wv·Σ_s p_s·latent_s`. The order of every sum depends on the number of visible positions alone. Fails where kv_b
+/// is streamed and cannot be read.
+pub fn attend(
+    dev: &Cpu,
+    q: &Tensor,
+    kv_b: &Weight,
+    cache: &MlaCache,
+    pos: usize,
+    o: &mut Tensor,
+) -> Result<()> {
     let MlaCache { shape, latent, rope: shared } = cache;
     let Shape { heads, nope, rope, value, rank } = *shape;
     let (t_len, isa, width) = (q.rows(), dev.isa, nope + rope);
     o.reshape(t_len, heads * value);
     let scale = (width as f32).sqrt().recip();
+    let kv_b = kv_b.whole()?;
     let matrix = kv_b.matrix();
     let out = Disjoint::new(o.host_mut());
     let group = |first: usize| {
@@ -152,4 +162,5 @@ pub fn attend(dev: &Cpu, q: &Tensor, kv_b: &Weight, cache: &MlaCache, pos: usize
         });
     };
     dev.run(|| (0..heads.div_ceil(GROUP)).into_par_iter().for_each(|g| group(g * GROUP)));
+    Ok(())
 }
